@@ -1,0 +1,1 @@
+"""Trains Mixture-of-Experts language models from one TOML file."""

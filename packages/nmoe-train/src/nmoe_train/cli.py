@@ -1,0 +1,138 @@
+"""The console script `nmoe-train`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train Mixture-of-Experts language models.",
+)
+
+INTERRUPTED = 130
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as train.steps=100."),
+]
+AllowChanges = Annotated[
+    bool,
+    typer.Option(help="Resume although keys that change the result are not the checkpoint's."),
+]
+
+
+@app.command()
+def quickstart(
+    text: Annotated[
+        str | None,
+        typer.Option(help="Folder or file to learn from.  [default: Python's standard library]"),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder.  [default: runs/quickstart]")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Text to a small trained model in about a minute; the same command again resumes."""
+    from nmoe_train.presets import QUICKSTART
+
+    options = {"data.text": text, "train.steps": steps, "run.dir": out, "run.device": device}
+    given = {key: value for key, value in options.items() if value is not None}
+    # Quoted, so that a folder called 2024 or true stays text; JSON's strings are TOML's.
+    sets = [
+        f"{key}={value if isinstance(value, int) else json.dumps(str(value))}"
+        for key, value in given.items()
+    ]
+    _train(QUICKSTART, sets, allow_changes=False)
+
+
+@app.command()
+def run(config: Path, sets: Sets = None, allow_changes: AllowChanges = False) -> None:
+    """Train as a TOML file says; the same command again resumes."""
+    _train(config, sets or [], allow_changes=allow_changes)
+
+
+@app.command()
+def validate(
+    config: Annotated[Path | None, typer.Argument()] = None,
+    sets: Sets = None,
+    schema: Annotated[bool, typer.Option("--schema", help="List every key.")] = False,
+) -> None:
+    """Check a configuration without running it, or list every key."""
+    from nmoe_train.config import describe_schema, load_config
+    from nmoe_train.parallel import current_layout
+
+    if schema:
+        for path, kind, default, meaning in describe_schema():
+            typer.echo(f"{path} ({kind}; {default})\n    {meaning}")
+        return
+    if config is None:
+        raise typer.BadParameter("give a configuration file, or --schema")
+    checked = load_config(config, sets or [])
+    current_layout(checked.parallel)
+    typer.echo(
+        f"{config} is valid: {checked.train.steps} steps of {checked.tokens_per_step:,} tokens"
+    )
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can do, and what it lacks."""
+    import shutil
+
+    import torch
+    from nmoe_kernels.hardware import describe
+
+    typer.echo(describe())
+    typer.echo(f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
+    typer.echo(f"free disk here {free_gib:.1f} GiB")
+
+
+def _train(config: Path, sets: list[str], *, allow_changes: bool) -> None:
+    from nmoe_train.config import load_config
+
+    # Before the imports that bring torch: a mistake in the configuration shows at once.
+    checked = load_config(config, sets)
+
+    from rich.console import Console
+
+    from nmoe_train.console import ConsoleObserver
+    from nmoe_train.run import run_config
+
+    outcome = run_config(checked, ConsoleObserver(Console()), allow_changes=allow_changes)
+    if outcome.stopped_by is not None:
+        raise typer.Exit(128 + outcome.stopped_by)
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    from nmoe_data.errors import DataError
+    from nmoe_kernels.errors import KernelError
+
+    from nmoe_train.errors import TrainError
+
+    return (TrainError, DataError, KernelError)
+
+
+def main() -> None:
+    """Runs the command line; a problem the user can mend is one line and exit code 2."""
+    try:
+        app()
+    except SystemExit as end:
+        # Typer has turned an interrupt inside a command into this code.
+        if end.code == INTERRUPTED:
+            typer.echo("interrupted", err=True)
+        raise
+    except _user_errors() as error:
+        typer.echo(f"error {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,97 @@
+"""From token shards to the tensors of a step, and from text to token shards where they are missing.
+
+The loader of nmoe-data is a function of (seed, step), so nothing here keeps a position.
+Letters: B sequences, S positions.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from nmoe_data.loader import Batch, TokenDataset, open_dataset
+from nmoe_data.prep import PrepProgress, prep
+from nmoe_data.tokenizer import Tokenizer, load_tokenizer
+from torch import Tensor
+
+from nmoe_train.config import Config
+from nmoe_train.errors import TrainError
+from nmoe_train.model.loss import IGNORED
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Open shards of a run."""
+
+    train: TokenDataset
+    held_out: TokenDataset
+    tokenizer: Tokenizer
+    fingerprint: str
+    """Changes when any token of the training shards does."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tensors of a micro-batch."""
+
+    inputs_BS: Tensor
+    documents_BS: Tensor
+    targets_BS: Tensor
+    """`IGNORED` where the next token belongs to another document."""
+
+    @property
+    def predictions(self) -> int:
+        """Targets that count in the loss."""
+        return int((self.targets_BS != IGNORED).sum())
+
+
+def to_step(batch: Batch) -> Step:
+    """Inputs and targets of a loader batch, on the CPU."""
+    tokens = torch.from_numpy(batch.tokens)
+    documents = torch.from_numpy(batch.documents)
+    same_document = documents[:, 1:] == documents[:, :-1]
+    targets = torch.where(same_document, tokens[:, 1:], IGNORED)
+    return Step(tokens[:, :-1], documents[:, :-1], targets)
+
+
+def prepare(config: Config, progress: Callable[[PrepProgress], None]) -> TrainingData:
+    """Opens the shards of a run, made from `data.text` first if they are not there.
+
+    `progress` hears how far the text is read. Raises TrainError or nmoe_data's DataError.
+    """
+    folder = config.data_dir
+    if config.data.text is not None:
+        limit_mb = config.data.limit_mb
+        prep(
+            config.data.text,
+            folder,
+            tokenizer=config.data.tokenizer,
+            held_out=config.data.held_out,
+            limit_bytes=None if limit_mb is None else round(limit_mb * 1e6),
+            progress=progress,
+        )
+    elif not (folder / "train").is_dir():
+        raise TrainError(
+            "E-DATA-MISSING",
+            f"no token shards under {folder}",
+            "set data.text to make them, or data.dir to a folder made by `nmoe-data prep`",
+        )
+    if not (folder / "held-out").is_dir():
+        raise TrainError(
+            "E-DATA-HELD-OUT",
+            f"no held-out shards under {folder}",
+            "prepare the data with a held-out share above 0",
+        )
+    return _open(folder)
+
+
+def _open(folder: Path) -> TrainingData:
+    train, held_out = open_dataset(folder / "train"), open_dataset(folder / "held-out")
+    manifest = (folder / "train" / "manifest.json").read_bytes()
+    return TrainingData(
+        train=train,
+        held_out=held_out,
+        tokenizer=load_tokenizer(folder / "tokenizer.json"),
+        fingerprint=hashlib.sha256(manifest).hexdigest(),
+    )

@@ -1,0 +1,12 @@
+"""Errors that the user can mend, each with a stable code."""
+
+
+class TrainError(Exception):
+    """A problem the user can mend: what was wrong, where, and what to do about it.
+
+    `code` is stable (`E-CONFIG`, `E-CHECKPOINT-CORRUPT`, ...) and is what scripts should look at.
+    """
+
+    def __init__(self, code: str, what: str, remedy: str) -> None:
+        super().__init__(f"{code}: {what}; {remedy}")
+        self.code = code

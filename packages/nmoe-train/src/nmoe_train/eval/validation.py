@@ -1,0 +1,28 @@
+"""Validation loss: mean cross-entropy over held-out tokens, each predicted once, in order."""
+
+import torch
+from nmoe_data.loader import Loader
+
+from nmoe_train.data import to_step
+from nmoe_train.model import Transformer, chunked_cross_entropy
+
+
+@torch.no_grad()
+def validation_loss(
+    model: Transformer, loader: Loader, *, sequences: int, batch_size: int, chunk: int
+) -> float:
+    """Nats per token over the first `sequences` windows of the held-out stream."""
+    device = model.embedding.weight.device
+    total, predictions = torch.zeros((), device=device), 0
+    last = min(sequences, loader.windows)
+    for first in range(0, last, batch_size):
+        step = to_step(loader.sequential(first, min(batch_size, last - first)))
+        output = model.hidden(step.inputs_BS.to(device), step.documents_BS.to(device))
+        total += chunked_cross_entropy(
+            output.hidden_BSH.flatten(0, 1),
+            model.output_weight,
+            step.targets_BS.flatten().to(device),
+            chunk=chunk,
+        )
+        predictions += step.predictions
+    return total.item() / max(1, predictions)

@@ -1,0 +1,41 @@
+"""Initial weights: every tensor, and every expert, from its own named generator.
+
+A weight depends on (seed, its name, its expert number) alone, so any layout of ranks starts from
+the same model. Matrices are normal with `init_std`; those that write into the residual stream are
+scaled down by sqrt(2 * layers) (GPT-2); norms are one, biases zero.
+"""
+
+import math
+import re
+
+import torch
+from torch import Tensor, nn
+
+from nmoe_train.config import ModelConfig
+from nmoe_train.randomness import generator
+
+STACKED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)$")
+WRITES_TO_RESIDUAL = re.compile(r"\.(output\.weight|down\.weight|down)$")
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Fills all parameters and buffers of a transformer in place."""
+    residual_std = config.init_std / math.sqrt(2 * config.layers)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+            continue
+        std = residual_std if WRITES_TO_RESIDUAL.search(name) else config.init_std
+        if STACKED_EXPERTS.search(name):
+            for expert, weight in enumerate(parameter):
+                _fill(weight, std, seed, name, expert)
+        else:
+            _fill(parameter, std, seed, name)
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def _fill(weight: Tensor, std: float, seed: int, name: str, *counters: int) -> None:
+    draw = torch.randn(weight.shape, generator=generator(seed, "init", name, *counters))
+    weight.copy_(draw * std)

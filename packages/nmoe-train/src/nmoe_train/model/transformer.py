@@ -1,0 +1,117 @@
+"""The decoder-only transformer: embedding, pre-norm layers, final norm, output projection.
+
+The first `dense_layers` layers have a dense MLP, the others a Mixture-of-Experts block, as in
+DeepSeek-V3 (arXiv 2412.19437). `hidden` gives the states before the output projection, so that the
+loss never holds all logits. Letters: B sequences, S positions, H width, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nmoe_train.config import ModelConfig
+from nmoe_train.model.attention import KINDS, build_attention, document_mask
+from nmoe_train.model.layers import Linear, RMSNorm, SwiGLU
+from nmoe_train.model.moe_block import MoEBlock, RoutingReport
+from nmoe_train.model.rope import rotary_table
+
+
+@dataclass
+class ModelOutput:
+    """States before the output projection, and what every router did."""
+
+    hidden_BSH: Tensor
+    routing: dict[int, RoutingReport] = field(default_factory=dict)
+    """By layer number; Mixture-of-Experts layers only."""
+
+
+class Layer(nn.Module):
+    """x += attention(norm(x)); x += feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, number: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = build_attention(config)
+        self.ffn_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp: SwiGLU | None = None
+        self.moe: MoEBlock | None = None
+        if number < config.dense_layers:
+            self.mlp = SwiGLU(config.width, config.dense_width)
+        else:
+            self.moe = MoEBlock(config)
+
+    def forward(
+        self, x_BSH: Tensor, table: Tensor, mask: Tensor
+    ) -> tuple[Tensor, RoutingReport | None]:
+        """One layer on x [B, S, H]; the report is None in a dense layer."""
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), table, mask)
+        normed = self.ffn_norm(x_BSH)
+        if self.mlp is not None:
+            return x_BSH + self.mlp(normed), None
+        assert self.moe is not None
+        y_BSH, report = self.moe(normed)
+        return x_BSH + y_BSH, report
+
+
+class Transformer(nn.Module):
+    """A language model over `vocab_size` tokens; computes in `dtype`, holds fp32 weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype, self.recompute = config, dtype, recompute
+        self.embedding = nn.Embedding(vocab_size, config.width)
+        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.head = None if config.tie_embeddings else Linear(config.width, vocab_size)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Weight of the output projection, fp32 [V, H]."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def moe_blocks(self) -> dict[int, MoEBlock]:
+        """Mixture-of-Experts blocks by layer number."""
+        blocks = ((number, layer.moe) for number, layer in enumerate(self.layers))
+        return {number: block for number, block in blocks if isinstance(block, MoEBlock)}
+
+    def hidden(self, tokens_BS: Tensor, documents_BS: Tensor) -> ModelOutput:
+        """States [B, S, H] before the output projection, for tokens [B, S] int64.
+
+        `documents` [B, S] numbers the document of each token; attention stays within it.
+        """
+        table = rotary_table(
+            tokens_BS.shape[1],
+            KINDS[self.config.attention.kind].rotary_dim(self.config),
+            self.config.rope_theta,
+            tokens_BS.device,
+        )
+        mask = document_mask(documents_BS)
+        x_BSH = self.embedding(tokens_BS).to(self.dtype)
+        output = ModelOutput(x_BSH)
+        for number, layer in enumerate(self.layers):
+            x_BSH, report = self._run_layer(layer, x_BSH, table, mask)
+            if report is not None:
+                output.routing[number] = report
+        output.hidden_BSH = self.norm(x_BSH)
+        return output
+
+    def logits(self, tokens_BS: Tensor, documents_BS: Tensor) -> Tensor:
+        """All logits, fp32 [B, S, V]: for generation and tests, not for training."""
+        hidden = self.hidden(tokens_BS, documents_BS).hidden_BSH
+        return F.linear(hidden, self.output_weight.to(hidden.dtype)).float()
+
+    def _run_layer(self, layer: nn.Module, *inputs: Tensor) -> Any:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return layer(*inputs)

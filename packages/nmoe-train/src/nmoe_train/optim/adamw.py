@@ -1,0 +1,67 @@
+"""AdamW (Loshchilov and Hutter 2019) over fp32 master weights, in groups with their own rates.
+
+Four groups: dense matrices (decayed), dense vectors and embeddings (not decayed), routers, routed
+experts. torch's fused AdamW does the update.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from nmoe_train.config import OptimizerConfig
+from nmoe_train.model.initialise import STACKED_EXPERTS
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW whose groups carry `name` ("dense", "router", "expert") and `peak_lr`."""
+    rates = {
+        "dense": config.lr,
+        "router": config.lr_router or config.lr,
+        "expert": config.lr_expert or config.lr,
+    }
+    members: dict[tuple[str, bool], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        group = _group_of(name)
+        decays = group != "router" and parameter.ndim > 1 and "embedding" not in name
+        members.setdefault((group, decays), []).append(parameter)
+    groups = [
+        {
+            "params": parameters,
+            "name": group,
+            "peak_lr": rates[group],
+            "lr": rates[group],
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for (group, decays), parameters in members.items()
+    ]
+    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:
+    """Sets every group's rate to its peak times `factor`; returns the rates as `lr/<group>`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+    return {f"lr/{group['name']}": group["lr"] for group in optimizer.param_groups}
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """Scales all gradients down to a global norm of `limit` (0: never); returns the norm before.
+
+    The norm is a fp32 scalar on the parameters' device, and no host read is made. A norm that is
+    not finite leaves the gradients as they are.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if limit > 0:
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))
+        torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+def _group_of(name: str) -> str:
+    if ".router." in name:
+        return "router"
+    return "expert" if STACKED_EXPERTS.search(name) else "dense"

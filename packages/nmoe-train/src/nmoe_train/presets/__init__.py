@@ -1,0 +1,5 @@
+"""Configurations that come with the package, as TOML files beside this one."""
+
+from pathlib import Path
+
+QUICKSTART = Path(__file__).with_name("quickstart.toml")

@@ -1,0 +1,122 @@
+"""One optimizer step: micro-batches forward and backward, clipping, update, balancing bias.
+
+Every loss is a mean over the whole global batch, whatever the split into micro-batches: the
+cross-entropy over all predictions, the z-loss over all tokens, the balancing loss over all
+sequences. Nothing is read back from the device until the step is queued.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nmoe_data.loader import Batch
+from nmoe_kernels.router import load_stats, update_bias
+from torch import Tensor
+
+from nmoe_train.config import Config
+from nmoe_train.data import Step, to_step
+from nmoe_train.model import ModelOutput, Transformer, chunked_cross_entropy
+from nmoe_train.model.moe_block import router_bias
+from nmoe_train.optim import clip_gradients, rate_factor, set_rates
+from nmoe_train.telemetry.timers import StageTimer
+
+
+@dataclass
+class StepResult:
+    """What a step reports, still on the device."""
+
+    scalars: dict[str, Tensor]
+    loads: dict[int, Tensor]
+    """Tokens that each expert got, by layer; int64 [E]."""
+    rates: dict[str, float]
+
+
+def train_step(
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    config: Config,
+    tokens: int,
+    timer: StageTimer,
+) -> StepResult:
+    """Trains on this rank's share of one global batch; `tokens` counts those seen after it.
+
+    A gradient norm that is not finite leaves weights and moments as they were.
+    """
+    device = model.embedding.weight.device
+    whole = to_step(batch)
+    sums: dict[str, Tensor] = {}
+    loads: dict[int, Tensor] = {}
+    for micro in _micro_batches(whole, config, device):
+        with timer.stage("forward"):
+            output = model.hidden(micro.inputs_BS, micro.documents_BS)
+            losses = _losses(model, output, micro, whole, config)
+        with timer.stage("backward"):
+            losses["loss/train"].backward()
+        for name, value in losses.items():
+            sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach()
+        for layer, report in output.routing.items():
+            loads[layer] = loads.get(layer, 0) + report.load_E
+            sums["router/invalid"] = sums.get("router/invalid", 0) + report.invalid
+    with timer.stage("optimizer"):
+        sums["grad_norm"] = clip_gradients(model.parameters(), config.train.clip_norm)
+        rates = set_rates(optimizer, rate_factor(config, tokens))
+        # The fused kernel reads this attribute and skips the update where it is 1.
+        sums["skipped"] = optimizer.found_inf = (~sums["grad_norm"].isfinite()).float()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for layer, block in model.moe_blocks().items():
+            update_bias(router_bias(block), loads[layer], config.model.moe.bias_update_rate)
+    return StepResult(sums, loads, rates)
+
+
+def step_record(result: StepResult, model: Transformer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The step's scalars and its expert loads as plain numbers, in one read of the device each."""
+    names = list(result.scalars)
+    values = torch.stack([result.scalars[name].double() for name in names]).tolist()
+    record: dict[str, Any] = {**dict(zip(names, values, strict=True)), **result.rates}
+    layers = sorted(result.loads)
+    if not layers:
+        return record, {"layers": [], "load": [], "bias": []}
+    loads = torch.stack([result.loads[layer] for layer in layers]).cpu()
+    blocks = model.moe_blocks()
+    biases = torch.stack([router_bias(blocks[layer]) for layer in layers]).cpu()
+    stats = [load_stats(load) for load in loads]
+    for key in ("imbalance", "entropy"):
+        name = "router/load_imbalance" if key == "imbalance" else f"router/{key}"
+        record[name] = sum(float(stat[key]) for stat in stats) / len(stats)
+    record["router/bias_range"] = float((biases.amax(1) - biases.amin(1)).max())
+    experts = {"layers": layers, "load": loads.tolist(), "bias": biases.tolist()}
+    return record, experts
+
+
+def _micro_batches(whole: Step, config: Config, device: torch.device) -> Iterator[Step]:
+    size = config.train.micro_batch_size or whole.inputs_BS.shape[0]
+    for start in range(0, whole.inputs_BS.shape[0], size):
+        rows = slice(start, start + size)
+        parts = (whole.inputs_BS[rows], whole.documents_BS[rows], whole.targets_BS[rows])
+        yield Step(*(part.to(device, non_blocking=True) for part in parts))
+
+
+def _losses(
+    model: Transformer, output: ModelOutput, micro: Step, whole: Step, config: Config
+) -> dict[str, Tensor]:
+    """This micro-batch's part of the losses of the whole batch; they add up over micro-batches."""
+    moe = config.model.moe
+    ce = chunked_cross_entropy(
+        output.hidden_BSH.flatten(0, 1),
+        model.output_weight,
+        micro.targets_BS.flatten(),
+        chunk=config.train.loss_chunk,
+    ) / max(1, whole.predictions)
+    losses = {"loss/ce": ce, "loss/train": ce}
+    share = micro.inputs_BS.shape[0] / whole.inputs_BS.shape[0]
+    if output.routing:
+        reports = output.routing.values()
+        losses["loss/balance"] = share * torch.stack([r.balance_loss for r in reports]).sum()
+        losses["loss/z"] = share * torch.stack([r.z_loss for r in reports]).sum()
+        losses["loss/train"] = (
+            ce + moe.balance_loss * losses["loss/balance"] + moe.z_loss * losses["loss/z"]
+        )
+    return losses

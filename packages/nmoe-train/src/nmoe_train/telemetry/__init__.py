@@ -1,0 +1,7 @@
+"""The run folder: run.json, events, metrics. Written here, read by the dashboard."""
+
+from nmoe_train.telemetry.flops import peak_flops, training_flops_per_token
+from nmoe_train.telemetry.metrics import MetricsWriter
+from nmoe_train.telemetry.run_folder import RunFolder
+
+__all__ = ["MetricsWriter", "RunFolder", "peak_flops", "training_flops_per_token"]
