@@ -1,0 +1,1 @@
+"""The expert MLP, the sum over experts of weight * down(silu(gate(x)) * up(x)), by backend."""

@@ -1,0 +1,163 @@
+"""What this machine can do, and which backend that leads to.
+
+`describe` says once what is installed and which GPUs there are. `pick_backend` chooses the first
+usable backend in order of preference, unless one is forced by argument or by the environment
+variable NMOE_KERNELS_BACKEND; a forced backend that cannot run is an error, never replaced in
+silence.
+"""
+
+import ctypes
+import importlib.metadata
+import logging
+import os
+import platform
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from nmoe_kernels.errors import KernelError
+
+logger = logging.getLogger("nmoe_kernels")
+
+BACKENDS = ("torch", "reference")
+"""Names of the backends, the preferred one first."""
+
+BACKEND_VARIABLE = "NMOE_KERNELS_BACKEND"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device: its name, compute capability, and memory in GiB."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_gib: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Versions ("" when absent), CUDA devices, and pairs of packages or drivers that do not fit."""
+
+    python: str
+    torch: str
+    triton: str
+    cuda_runtime: str
+    cuda_driver: str
+    gpus: tuple[Gpu, ...]
+    clashes: tuple[str, ...]
+
+
+@cache
+def describe() -> Hardware:
+    """What this machine has, looked up once per process."""
+    driver, runtime = _driver_version(), torch.version.cuda or ""
+    return Hardware(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=_installed("triton"),
+        cuda_runtime=runtime,
+        cuda_driver=driver,
+        gpus=_gpus(),
+        clashes=(*_package_clashes(), *_driver_clashes(driver, runtime)),
+    )
+
+
+def why_unusable(backend: str, device: str, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot compute `dtype` on a device type ("cpu", "cuda"), or None if it can."""
+    if backend == "reference":
+        return None
+    return _grouped_mm_refusal(device, dtype)
+
+
+@torch.compiler.assume_constant_result
+def pick_backend(requested: str | None, device: str, dtype: torch.dtype) -> str:
+    """The name of the backend for `dtype` on a device type, logged the first time it is picked.
+
+    requested: a forced choice; None asks NMOE_KERNELS_BACKEND, then takes the first usable one.
+    Raises KernelError: E-BACKEND-UNKNOWN, or E-BACKEND-UNAVAILABLE with the reason.
+    """
+    forced = requested or os.environ.get(BACKEND_VARIABLE) or None
+    if forced is None:
+        usable = (name for name in BACKENDS if why_unusable(name, device, dtype) is None)
+        return _announce(next(usable), device, dtype, "first usable")
+    source = "asked for" if requested else f"set by {BACKEND_VARIABLE}"
+    if forced not in BACKENDS:
+        what = f"backend {forced!r} ({source}) does not exist"
+        raise KernelError("E-BACKEND-UNKNOWN", what, f"choose one of {', '.join(BACKENDS)}")
+    reason = why_unusable(forced, device, dtype)
+    if reason is not None:
+        what = f"backend {forced!r} ({source}) cannot run here: {reason}"
+        raise KernelError(
+            "E-BACKEND-UNAVAILABLE", what, "choose another, or none to let it be picked"
+        )
+    return _announce(forced, device, dtype, source)
+
+
+@cache
+def _grouped_mm_refusal(device: str, dtype: torch.dtype) -> str | None:
+    """What grouped_mm says to the smallest product; which types it takes differs by release."""
+    if not hasattr(F, "grouped_mm"):
+        return f"torch {torch.__version__} has no grouped_mm"
+    try:
+        rows = torch.zeros(16, 16, dtype=dtype, device=device)
+        ends = torch.full((1,), 16, dtype=torch.int32, device=device)
+        F.grouped_mm(rows, rows.unsqueeze(0).mT, offs=ends)
+    except (RuntimeError, ValueError, NotImplementedError, AssertionError) as refusal:
+        return str(refusal).splitlines()[0]
+    return None
+
+
+@cache
+def _announce(backend: str, device: str, dtype: torch.dtype, source: str) -> str:
+    kind = str(dtype).removeprefix("torch.")
+    logger.info("experts: backend %s for %s on %s (%s)", backend, kind, device, source)
+    return backend
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return tuple(Gpu(p.name, (p.major, p.minor), p.total_memory / 2**30) for p in found)
+
+
+def _driver_version() -> str:
+    """The newest CUDA that the driver serves, as "13.2"; asking it makes no CUDA context."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return ""
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _package_clashes() -> list[str]:
+    """Packages that torch pins to one version and that are installed in another."""
+    pins = (re.match(r"([\w.-]+)(?:\[.*?\])?\s*==\s*([\w.]+)", line) for line in _requirements())
+    found = ((pin[1], pin[2], _installed(pin[1])) for pin in pins if pin)
+    return [
+        f"torch wants {name} {want}, {have} is installed"
+        for name, want, have in found
+        if have and have != want
+    ]
+
+
+def _requirements() -> list[str]:
+    return importlib.metadata.requires("torch") or []
+
+
+def _driver_clashes(driver: str, runtime: str) -> list[str]:
+    """CUDA runs with an older driver of the same major version, not with one of an older major."""
+    if driver and runtime and int(driver.split(".")[0]) < int(runtime.split(".")[0]):
+        return [f"torch was built for CUDA {runtime}, the driver serves up to {driver}"]
+    return []

@@ -1,0 +1,178 @@
+"""The layer on CUDA against the same per-token oracle, and what only a GPU can show.
+
+fp32 goes through torch's own loop over groups behind grouped_mm, which reads the offsets on the
+host; bf16 takes its grouped kernel, which may not.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from nmoe_kernels import MoE, RouterConfig, group_rows, moe, pick_backend, route
+
+_PATH = Path(__file__).parents[1] / "kernels" / "moe_oracle.py"
+_SPEC = importlib.util.spec_from_file_location("moe_oracle", _PATH)
+oracle = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(oracle)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BACKENDS = ("torch", "reference")
+TYPES = (torch.float32, torch.bfloat16)
+# Relative, norm over norm: fp32 without TF32, bf16 at its 8 bits of mantissa.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same inputs on every run, and products in full fp32."""
+    torch.manual_seed(20)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """New memory of torch is filled with NaN, so that whatever is left unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(4, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_layer(config, width=32, expert_width=16, dtype=torch.float32, **options):
+    layer = MoE(width, expert_width, config, dtype=dtype, device="cuda", **options)
+    layer.reset_parameters(torch.Generator("cuda").manual_seed(3))
+    return layer
+
+
+def gradients(y, inputs, grad):
+    return torch.autograd.grad((y * grad.to(y)).sum(), inputs)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("width", "expert_width"), [(32, 16), (20, 12), (10, 7)])
+def test_output_and_gradients_are_the_oracles(
+    backend, dtype, score, recompute, width, expert_width, poisoned_memory
+):
+    config = RouterConfig(8, 3, score, scale=1.5)
+    layer = make_layer(config, width, expert_width, dtype, backend=backend, recompute=recompute)
+    x = torch.randn(21, width).to("cuda", dtype).requires_grad_()
+    weights = (layer.router.weight, layer.gate_up, layer.down)
+    y, routing = layer(x)
+    grad = torch.randn(21, width)
+    wide = [v.detach().double().cpu().requires_grad_() for v in (x, *weights)]
+    want = oracle.layer(*wide, config, ids=routing.ids_TK)
+    clear = want.gaps > 1e-5
+    assert torch.equal(routing.ids_TK.cpu()[clear], want.choice[clear])
+    assert oracle.relative_error(y, want.y) < TOLERANCE[dtype]
+    got = gradients(y, (x, *weights), grad)
+    for one, other in zip(got, gradients(want.y, wide, grad), strict=True):
+        assert oracle.relative_error(one, other) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_idle_experts_and_dropped_rows_leave_no_garbage(backend, dtype, poisoned_memory):
+    config = RouterConfig(8, 2, "sigmoid", capacity_factor=0.75)
+    layer = make_layer(config, dtype=dtype, backend=backend)
+    layer.router.bias.copy_(torch.tensor([9.0, 9, 8, 8, 0, 0, 0, 0]))
+    x = torch.randn(40, 32).to("cuda", dtype).requires_grad_()
+    y, routing = layer(x)
+    y.square().sum().backward()
+    assert routing.dropped > 0
+    assert y.isfinite().all()
+    for tensor in (x, *layer.parameters()):
+        assert tensor.grad.isfinite().all()
+    assert not layer.gate_up.grad[routing.load_E == 0].any()
+    assert not layer.down.grad[routing.load_E == 0].any()
+    lost = (routing.ids_TK == 8).all(-1)
+    assert lost.any()
+    assert not y[lost].any()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_no_tokens(dtype):
+    layer = make_layer(RouterConfig(8, 2, "sigmoid"), dtype=dtype)
+    y, routing = layer(torch.empty(0, 32, device="cuda", dtype=dtype, requires_grad=True))
+    y.sum().backward()
+    assert routing.load_E.sum() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
+def test_choice_on_ties_and_bad_rows_is_that_of_the_cpu():
+    x = torch.randint(-2, 3, (64, 16)).float()
+    x[3], x[9, 1], x[20] = float("nan"), float("inf"), float("-inf")
+    config = RouterConfig(16, 4, "sigmoid", groups=4, top_groups=2)
+    want, got = (route(x.to(d), torch.eye(16, device=d), config) for d in ("cpu", "cuda"))
+    assert torch.equal(got.ids_TK.cpu(), want.ids_TK)
+    assert got.invalid == want.invalid == 3
+    assert torch.equal(got.load_E.cpu(), want.load_E)
+    on_cpu, on_gpu = group_rows(want.ids_TK, 16), group_rows(got.ids_TK, 16)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu, on_gpu, strict=True))
+
+
+@pytest.mark.parametrize("factor", [None, 0.75])
+def test_bf16_never_waits_for_the_device(factor):
+    config = RouterConfig(8, 2, "sigmoid", capacity_factor=factor)
+    layer = make_layer(config, 64, 32, torch.bfloat16, backend="torch")
+    x = torch.randn(128, 64, device="cuda").bfloat16().requires_grad_()
+    grad = torch.randn_like(x)
+    layer(x)[0].backward(grad)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x)[0].backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_runs_are_bitwise_the_same(dtype):
+    layer = make_layer(RouterConfig(32, 4, "sigmoid"), 256, 128, dtype)
+    x = torch.randn(2048, 256).to("cuda", dtype).requires_grad_()
+    inputs, grad = (x, *layer.parameters()), torch.randn(2048, 256)
+    first, *others = (gradients(layer(x)[0], inputs, grad) for _ in range(5))
+    for run in others:
+        assert all(torch.equal(a, b) for a, b in zip(run, first, strict=True))
+
+
+def test_rows_times_width_may_pass_two_to_the_31():
+    if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+        pytest.skip("needs 60 GiB of GPU memory")
+    tokens, top_k, width = 2**18, 8, 1056
+    assert tokens * top_k * width > 2**31
+    layer = make_layer(RouterConfig(16, top_k, "sigmoid"), width, 32, torch.bfloat16)
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = (layer.gate_up, layer.down)
+    grad = torch.randn_like(x)
+    routing = layer.router(x.detach())
+
+    def run(part):
+        piece = x[part].detach().requires_grad_()
+        chosen = route(piece.detach(), layer.router.weight, layer.router.config)
+        y = moe(piece, chosen, *weights)
+        return [y.detach(), *torch.autograd.grad(y, (piece, *weights), grad[part])]
+
+    whole = run(slice(None))
+    parts = [run(slice(at, at + 2**14)) for at in range(0, tokens, 2**14)]
+    assert routing.load_E.sum() == tokens * top_k
+    for part, at in ((parts[0], slice(0, 2**14)), (parts[-1], slice(tokens - 2**14, None))):
+        assert oracle.relative_error(whole[0][at], part[0]) < 2e-2
+        assert oracle.relative_error(whole[1][at], part[1]) < 2e-2
+    for index in (2, 3):
+        assert oracle.relative_error(whole[index], sum(p[index].double() for p in parts)) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_backend_is_picked_for_cuda(dtype):
+    assert pick_backend(None, "cuda", dtype) in BACKENDS
+    assert pick_backend(None, "cuda", torch.float64) == "reference"
