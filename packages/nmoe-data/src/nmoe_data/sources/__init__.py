@@ -1,0 +1,28 @@
+"""Where text comes from: folders of text or code, JSON lines, Parquet, Python's own library.
+
+Every record is either a document with its origin or a rejection with its reason.
+"""
+
+from nmoe_data.sources.listing import PYTHON_STDLIB, Source, SourceFile, list_files, listing_hash
+from nmoe_data.sources.stream import (
+    Cursor,
+    Document,
+    Rejection,
+    document_id,
+    read_documents,
+    sample_texts,
+)
+
+__all__ = [
+    "PYTHON_STDLIB",
+    "Cursor",
+    "Document",
+    "Rejection",
+    "Source",
+    "SourceFile",
+    "document_id",
+    "list_files",
+    "listing_hash",
+    "read_documents",
+    "sample_texts",
+]
