@@ -1,8 +1,8 @@
 """Takes registry addresses out of a uv.lock: reads it on stdin, writes it to stdout.
 
-git runs this as the clean filter `hostless` (see README.md beside this file). Versions, hashes and
-sizes stay; `source = { registry = "<address>" }` becomes `{ registry = "pypi" }`, and the `url` of a
-distribution becomes the `filename` that ends it. Normalising twice changes nothing more.
+git runs this as the clean filter `hostless` (see README.md beside this file). Versions, hashes
+and sizes stay; `source = { registry = "<address>" }` becomes `{ registry = "pypi" }`, and the
+`url` of a distribution becomes the `filename` that ends it. Doing it twice changes nothing more.
 """
 
 import re

@@ -28,7 +28,9 @@ ORDER = {
         "grouping",
         "gemm",
         "layer",
+        "report",
         "cli",
+        "__main__",
     ],
     "nmoe_data": [
         "errors",
@@ -37,8 +39,10 @@ ORDER = {
         "shards",
         "sources",
         "prep",
-        "loader stats",
+        "loader inspect",
+        "stats",
         "cli",
+        "__main__",
     ],
     "nmoe_train": [
         "errors randomness",

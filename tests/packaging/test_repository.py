@@ -28,7 +28,7 @@ def test_lock_file_is_normalised_once_and_for_all() -> None:
     spec.loader.exec_module(module)
     lock = (
         'source = { registry = "https://registry.example/simple" }\n'
-        'sdist = { url = "https://files.example/a/b/name-1.0.tar.gz", hash = "sha256:1", size = 2 }\n'
+        'sdist = { url = "https://a.example/b/name-1.0.tar.gz", hash = "sha256:1", size = 2 }\n'
     )
     once = module.normalise(lock)
     assert once == (

@@ -84,16 +84,19 @@ def validate(
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine can do, and what it lacks."""
+    """Say what this machine is and what training can use of it."""
     import shutil
 
     import torch
-    from nmoe_kernels.hardware import describe
+    from nmoe_kernels.report import backend_table, machine_table
+    from rich.console import Console
 
-    typer.echo(describe())
-    typer.echo(f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    console = Console()
+    console.print(machine_table(), backend_table())
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
-    typer.echo(f"free disk here {free_gib:.1f} GiB")
+    console.print(
+        f"{torch.get_num_threads()} CPU threads, {free_gib:.1f} GiB free on the disk here"
+    )
 
 
 def _train(config: Path, sets: list[str], *, allow_changes: bool) -> None:

@@ -6,7 +6,7 @@ Letters: B sequences, S positions.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,7 +28,9 @@ class TrainingData:
     held_out: TokenDataset
     tokenizer: Tokenizer
     fingerprint: str
-    """Changes when any token of the training shards does."""
+    """Changes when any token of the training shards does, and with nothing else."""
+    note: str | None = None
+    """What the user should know of how they were divided."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +79,44 @@ def prepare(config: Config, progress: Callable[[PrepProgress], None]) -> Trainin
             f"no token shards under {folder}",
             "set data.text to make them, or data.dir to a folder made by `nmoe-data prep`",
         )
-    if not (folder / "held-out").is_dir():
+    return _open(folder, config)
+
+
+def _open(folder: Path, config: Config) -> TrainingData:
+    train = open_dataset(folder / "train")
+    content = [train.manifest.tokenizer["hash"], *(s.sha256 for s in train.manifest.shards)]
+    data = TrainingData(
+        train=train,
+        held_out=train.part(0, 0),
+        tokenizer=load_tokenizer(folder / "tokenizer.json"),
+        fingerprint=hashlib.sha256(" ".join(content).encode()).hexdigest(),
+    )
+    if (folder / "held-out").is_dir():
+        data = replace(data, held_out=open_dataset(folder / "held-out"))
+    if data.held_out.tokens > config.train.seq_len:
+        return data
+    return _hold_out_the_tail(data, config)
+
+
+def _hold_out_the_tail(data: TrainingData, config: Config) -> TrainingData:
+    """Validation on the end of the training stream, where too few documents leave none for it.
+
+    One long file is one document, which cannot be held out whole.
+    """
+    share = config.data.held_out
+    length = max(round(share * data.train.tokens), config.train.seq_len + 1)
+    if share == 0 or length > data.train.tokens // 2:
         raise TrainError(
             "E-DATA-HELD-OUT",
-            f"no held-out shards under {folder}",
-            "prepare the data with a held-out share above 0",
+            f"{config.data_dir} has {data.held_out.tokens} held-out tokens and "
+            f"{data.train.tokens} to train on; validation needs {config.train.seq_len + 1}",
+            "give more text, raise data.held_out, or lower train.seq_len",
         )
-    return _open(folder)
-
-
-def _open(folder: Path) -> TrainingData:
-    train, held_out = open_dataset(folder / "train"), open_dataset(folder / "held-out")
-    manifest = (folder / "train" / "manifest.json").read_bytes()
-    return TrainingData(
-        train=train,
-        held_out=held_out,
-        tokenizer=load_tokenizer(folder / "tokenizer.json"),
-        fingerprint=hashlib.sha256(manifest).hexdigest(),
+    cut = data.train.tokens - length
+    return replace(
+        data,
+        train=data.train.part(0, cut),
+        held_out=data.train.part(cut, data.train.tokens),
+        fingerprint=f"{data.fingerprint}, first {cut} tokens",
+        note=f"too few documents to hold one out: validating on the last {length:,} tokens instead",
     )

@@ -63,10 +63,10 @@ def disk_errors(what: str, where: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise TrainError(
                 "E-NO-SPACE",
-                f"no space left on the device while {what} under {where}",
+                f"no space left while {what} under {where} ({os.strerror(error.errno)})",
                 "free some space and start the same command again; it goes on from the last "
                 "complete checkpoint",
             ) from error

@@ -28,6 +28,8 @@ def run_config(
             f"{data.train.tokens:,} training tokens, {data.held_out.tokens:,} held out, "
             f"vocabulary {data.tokenizer.vocab_size:,}"
         )
+        if data.note is not None:
+            observer.message(data.note)
         outcome = train(config, data, layout, observer, allow_changes=allow_changes)
     if outcome.validation_loss is None:
         observer.message(f"saved at step {outcome.step}; the same command goes on from there")

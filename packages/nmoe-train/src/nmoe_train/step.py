@@ -18,7 +18,7 @@ from nmoe_train.config import Config
 from nmoe_train.data import Step, to_step
 from nmoe_train.model import ModelOutput, Transformer, chunked_cross_entropy
 from nmoe_train.model.moe_block import router_bias
-from nmoe_train.optim import clip_gradients, rate_factor, set_rates
+from nmoe_train.optim import GuardedAdamW, clip_gradients, rate_factor, set_rates
 from nmoe_train.telemetry.timers import StageTimer
 
 
@@ -34,7 +34,7 @@ class StepResult:
 
 def train_step(
     model: Transformer,
-    optimizer: torch.optim.Optimizer,
+    optimizer: GuardedAdamW,
     batch: Batch,
     config: Config,
     tokens: int,
@@ -42,7 +42,7 @@ def train_step(
 ) -> StepResult:
     """Trains on this rank's share of one global batch; `tokens` counts those seen after it.
 
-    A gradient norm that is not finite leaves weights and moments as they were.
+    A gradient norm that is not finite leaves weights, moments and router biases as they were.
     """
     device = model.embedding.weight.device
     whole = to_step(batch)
@@ -62,12 +62,14 @@ def train_step(
     with timer.stage("optimizer"):
         sums["grad_norm"] = clip_gradients(model.parameters(), config.train.clip_norm)
         rates = set_rates(optimizer, rate_factor(config, tokens))
-        # The fused kernel reads this attribute and skips the update where it is 1.
-        sums["skipped"] = optimizer.found_inf = (~sums["grad_norm"].isfinite()).float()
+        finite = sums["grad_norm"].isfinite()
+        sums["skipped"] = optimizer.found_inf = (~finite).float()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         for layer, block in model.moe_blocks().items():
-            update_bias(router_bias(block), loads[layer], config.model.moe.bias_update_rate)
+            # A load of nothing is an even one: a skipped step leaves the bias as it was.
+            load = loads[layer] * finite
+            update_bias(router_bias(block), load, config.model.moe.bias_update_rate)
     return StepResult(sums, loads, rates)
 
 

@@ -1,12 +1,13 @@
 """Checkpoint folders on disk, as the run-folder format says.
 
 `step-00001000/` holds one safetensors file per writing rank, `meta.json` (what the state belongs
-to, every tensor's place, a sha256 per file) and, last, the empty file `COMPLETE`. A folder without
-it does not exist for readers, so a writer may die anywhere. Files are flushed to the disk before
-`COMPLETE` appears, and older folders are removed only after that. The newest checkpoint is found by
-looking, and verified before it is trusted.
+to, every tensor's place, a sha256 per file) and, last, `COMPLETE`, which holds the sha256 of
+`meta.json`. A folder without it does not exist for readers, so a writer may die anywhere. Files are
+flushed to the disk before `COMPLETE` appears, and older folders are removed only after that. The
+newest checkpoint is found by looking, and verified before it is trusted.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -51,10 +52,9 @@ def write_checkpoint(
     Raises OSError when the disk is full or forbidden; what was complete before stays so.
     """
     folder = root / f"step-{step:08d}"
-    if (folder / COMPLETE).exists():
-        return folder
     if folder.exists():
-        shutil.rmtree(folder)
+        # Unfinished, or found damaged by the resume that led here again.
+        _remove(folder)
     folder.mkdir(parents=True)
     file = folder / "rank-00000.safetensors"
     _save_tensors(file, tensors)
@@ -68,8 +68,9 @@ def write_checkpoint(
             for name, tensor in tensors.items()
         },
     }
-    write_bytes_atomic(folder / "meta.json", json.dumps(content, indent=1).encode())
-    write_bytes_atomic(folder / COMPLETE, b"")
+    encoded = json.dumps(content, indent=1).encode()
+    write_bytes_atomic(folder / "meta.json", encoded)
+    write_bytes_atomic(folder / COMPLETE, hashlib.sha256(encoded).hexdigest().encode())
     fsync_path(root)
     for old in complete_checkpoints(root)[keep:]:
         _remove(old)
@@ -106,7 +107,11 @@ def newest_sound_checkpoint(root: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def _open_verified(folder: Path) -> Checkpoint:
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        content = (folder / "meta.json").read_bytes()
+        wanted = (folder / COMPLETE).read_bytes()
+        if hashlib.sha256(content).hexdigest().encode() != wanted:
+            raise _corrupt(folder / "meta.json", "does not have the checksum in COMPLETE")
+        meta = json.loads(content)
         files: dict[str, dict[str, Any]] = meta["files"]
         step = int(meta["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -138,7 +143,7 @@ def _save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a complete folder so that it is invisible from the first moment on."""
-    (folder / COMPLETE).unlink()
+    """Removes a folder so that it is invisible from the first moment on."""
+    (folder / COMPLETE).unlink(missing_ok=True)
     fsync_path(folder)
     shutil.rmtree(folder)

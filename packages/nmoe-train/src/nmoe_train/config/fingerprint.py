@@ -10,7 +10,7 @@ from typing import Any
 
 from nmoe_train.config.schema import Config
 
-RESULT_FIELDS = {
+RESULT_FIELDS: dict[str, Any] = {
     "run": {"seed"},
     "model": True,
     "train": {"seq_len", "batch_size", "clip_norm"},

@@ -13,7 +13,16 @@ from nmoe_train.config import OptimizerConfig
 from nmoe_train.model.initialise import STACKED_EXPERTS
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+class GuardedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW, whose kernel skips the whole update where `found_inf` is 1.
+
+    That is how torch's gradient scaler skips a step too: no host read decides it.
+    """
+
+    found_inf: Tensor | None = None
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> GuardedAdamW:
     """AdamW whose groups carry `name` ("dense", "router", "expert") and `peak_lr`."""
     rates = {
         "dense": config.lr,
@@ -35,7 +44,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         }
         for (group, decays), parameters in members.items()
     ]
-    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
+    return GuardedAdamW(groups, betas=config.betas, eps=config.eps, fused=True)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:

@@ -36,8 +36,9 @@ def peak_flops(device: torch.device, stated_tflops: float | None) -> float | Non
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = (peak for word, peak in PEAK_TFLOPS.items() if word in name)
-    return next((peak * 1e12 for peak in known), None)
+    # The longest name that fits: a GB200 is not a B200.
+    known = max((word for word in PEAK_TFLOPS if word in name), key=len, default=None)
+    return None if known is None else PEAK_TFLOPS[known] * 1e12
 
 
 def _attention_weights(config: ModelConfig) -> int:

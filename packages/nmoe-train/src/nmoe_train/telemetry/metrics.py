@@ -75,12 +75,12 @@ class _Stream:
 
 
 def _schema(rows: list[Record]) -> pa.Schema:
-    """Columns of all rows: a key that some rows lack is null there."""
-    examples: dict[str, Any] = {}
+    """Columns of all rows, of a type that fits all their values: a key that a row lacks is null."""
+    columns: dict[str, list[Any]] = {}
     for row in rows:
         for key, value in row.items():
-            examples.setdefault(key, value)
-    return pa.schema([(key, pa.array([value]).type) for key, value in examples.items()])
+            columns.setdefault(key, []).append(value)
+    return pa.schema([(key, pa.array(values).type) for key, values in columns.items()])
 
 
 def _json_ready(value: Any) -> Any:

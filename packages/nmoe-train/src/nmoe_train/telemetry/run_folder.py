@@ -35,7 +35,11 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         path.mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
-        previous = _read_json(path / "run.json")
+        try:
+            previous = _read_json(path / "run.json")
+        except BaseException:
+            self.release()
+            raise
         self.record: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "run_id": path.resolve().name,
@@ -86,10 +90,13 @@ class RunFolder:
         self.event("end", step=self.record.get("step", 0), status=status)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Appends a line to events.jsonl."""
-        line = json.dumps({"time_unix_s": time.time(), "event": name, **fields})
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        """Appends a line to events.jsonl; a line that a full disk cut short is ended first."""
+        line = json.dumps({"time_unix_s": time.time(), "event": name, **fields}).encode() + b"\n"
+        with (self.path / "events.jsonl").open("ab+") as stream:
+            if stream.tell():
+                stream.seek(-1, os.SEEK_END)
+                line = line if stream.read(1) == b"\n" else b"\n" + line
+            stream.write(line)
 
     def release(self) -> None:
         """Gives the folder up."""
@@ -117,10 +124,12 @@ class RunFolder:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no record")
     except FileNotFoundError:
         return {}
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise TrainError(
             "E-RUN-RECORD", f"{path} is damaged ({error})", "remove that file and start again"
         ) from None
