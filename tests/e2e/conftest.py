@@ -1,5 +1,5 @@
 """Fixtures of the end-to-end tests."""
 
-from e2e_support import nmoe_train, text_folder
+from commands import nmoe_train, text_folder
 
 __all__ = ["nmoe_train", "text_folder"]

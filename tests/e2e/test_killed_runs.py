@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_support import Command, checkpoint_hashes, losses
+from commands import Command, checkpoint_hashes, losses
 
 STEPS = 24
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from e2e_support import Command, losses
+from commands import Command, losses
 
 LAST_LINE = re.compile(r"^validation loss (\d+\.\d+) \(unigram (\d+\.\d+)\)$", re.MULTILINE)
 

@@ -4,17 +4,10 @@ fp32 goes through torch's own loop over groups behind grouped_mm, which reads th
 host; bf16 takes its grouped kernel, which may not.
 """
 
-import importlib.util
-from pathlib import Path
-
+import moe_oracle as oracle
 import pytest
 import torch
 from nmoe_kernels import MoE, RouterConfig, group_rows, moe, pick_backend, route
-
-_PATH = Path(__file__).parents[1] / "kernels" / "moe_oracle.py"
-_SPEC = importlib.util.spec_from_file_location("moe_oracle", _PATH)
-oracle = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(oracle)
 
 pytestmark = [
     pytest.mark.gpu,

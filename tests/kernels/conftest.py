@@ -1,12 +1,7 @@
-"""Lets the tests of this folder import its independent oracle."""
-
-import sys
-from pathlib import Path
+"""Fixtures of the tests of nmoe-kernels."""
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

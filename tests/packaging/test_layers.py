@@ -58,7 +58,18 @@ ORDER = {
         "cli",
         "__main__",
     ],
-    "nviz": ["errors", "store", "queries", "charts", "pages", "app", "cli", "__main__"],
+    "nviz": [
+        "errors",
+        "formats",
+        "store",
+        "queries",
+        "charts",
+        "shell",
+        "pages",
+        "app",
+        "cli",
+        "__main__",
+    ],
 }
 
 

@@ -47,7 +47,7 @@ def quickstart(
     given = {key: value for key, value in options.items() if value is not None}
     # Quoted, so that a folder called 2024 or true stays text; JSON's strings are TOML's.
     sets = [
-        f"{key}={value if isinstance(value, int) else json.dumps(str(value))}"
+        f"{key}={value if isinstance(value, int) else json.dumps(str(value), ensure_ascii=False)}"
         for key, value in given.items()
     ]
     _train(QUICKSTART, sets, allow_changes=False)

@@ -1,0 +1,5 @@
+"""`python -m nviz` is the console script."""
+
+from nviz.cli import main
+
+main()

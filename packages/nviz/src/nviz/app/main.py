@@ -1,0 +1,22 @@
+"""The Streamlit script: navigation, token gate, then the page that the address names."""
+
+import streamlit as st
+
+from nviz import shell
+
+
+def main() -> None:
+    """One run of the script for one session."""
+    st.set_page_config(page_title="nviz", page_icon="📈", layout="wide")
+    shell.gate()
+    pages = [
+        st.Page(shell.PAGES / "runs.py", title="Runs", icon=":material/list:", default=True),
+        st.Page(shell.PAGES / "run.py", title="Run", icon=":material/show_chart:"),
+        st.Page(shell.PAGES / "router.py", title="Router", icon=":material/grid_on:"),
+        st.Page(shell.PAGES / "configuration.py", title="Configuration", icon=":material/tune:"),
+        st.Page(shell.PAGES / "sql.py", title="SQL", icon=":material/database:"),
+    ]
+    st.navigation(pages, position="top").run()
+
+
+main()

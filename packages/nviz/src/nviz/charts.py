@@ -1,0 +1,279 @@
+"""Plotly figures. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+
+A panel is a chart of a few metrics that belong together. Text that comes from a run is escaped,
+since Plotly reads some HTML in names.
+"""
+
+import html
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from nviz.queries.curves import Array, Axis, Curve, Table, curve, downsample, smooth
+from nviz.queries.experts import LayerLoads, LoadMap
+
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+BAD = "#D55E00"
+GREY = "#8C8C8C"
+# On a dark page the two blues change places: the darker one would be hard to see.
+DARK_PALETTE = ("#56B4E9", *PALETTE[1:4], "#0072B2", *PALETTE[5:])
+TIME_UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A chart: its title, the line that says what to look for, metrics by label.
+
+    `points` are labels drawn with a marker at each value; `log` says that a log scale makes sense.
+    """
+
+    title: str
+    line: str
+    metrics: dict[str, str]
+    unit: str = ""
+    points: frozenset[str] = frozenset()
+    height: int = 230
+    log: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How all charts of a page are drawn.
+
+    `smoothing` is the weight of the moving average, 0 to 1.
+    """
+
+    axis: Axis = "step"
+    smoothing: float = 0.0
+    log: bool = False
+    earlier: bool = False
+    dark: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A figure, and the words for the non-finite values in it: (label, what, step)."""
+
+    figure: go.Figure
+    bad: list[tuple[str, str, int]] = field(default_factory=list)
+
+
+def base_figure(height: int) -> go.Figure:
+    """An empty figure with the house's margins; zoom survives a refresh."""
+    figure = go.Figure()
+    figure.update_layout(
+        height=height,
+        margin={"l": 8, "r": 8, "t": 8, "b": 8},
+        hovermode="x unified",
+        uirevision="keep",
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    )
+    figure.update_xaxes(automargin=True, nticks=8)
+    figure.update_yaxes(automargin=True, nticks=6)
+    return figure
+
+
+def panel_figure(table: Table, panel: Panel, view: View) -> Drawing | None:
+    """The panel's curves, or None if the run recorded none of them."""
+    shown = {label: name for label, name in panel.metrics.items() if _recorded(table, name)}
+    if not shown:
+        return None
+    table, title = _with_unit(table, view.axis)
+    figure = base_figure(panel.height)
+    bad: list[tuple[str, str, int]] = []
+    for colour, (label, name) in zip(_colours(panel, shown, view), shown.items(), strict=True):
+        if view.earlier:
+            _add_earlier(figure, table, name)
+        found = curve(table, name, ~table.superseded)
+        _add_curve(figure, found, html.escape(label), colour, view, label in panel.points)
+        bad += [
+            (label, word, int(step))
+            for word, step in zip(found.bad_words, found.bad_step, strict=True)
+        ]
+    figure.update_layout(showlegend=len(shown) > 1 or view.earlier)
+    figure.update_xaxes(title_text=title)
+    figure.update_yaxes(title_text=panel.unit)
+    if view.log and panel.log:
+        _use_log_scale(figure)
+    return Drawing(figure, bad)
+
+
+def _with_unit(table: Table, axis: Axis) -> tuple[Table, str]:
+    """The table with time in a unit that fits its span, and the axis' title."""
+    if axis != "time":
+        return table, axis
+    longest = float(table.x.max(initial=0.0))
+    name, seconds = next((u for u in TIME_UNITS if longest >= 3 * u[1]), TIME_UNITS[-1])
+    return replace(table, x=table.x / seconds), f"{name} since the start"
+
+
+def _use_log_scale(figure: go.Figure) -> None:
+    """Log scale with few marks: powers of ten, or 1, 2, 5 where the values span less.
+
+    Below one power of ten Plotly's own marks are best.
+    """
+    values = [y for trace in figure.data for y in trace.y if y > 0]
+    decades = np.log10(max(values) / min(values)) if values else 0.0
+    figure.update_yaxes(type="log")
+    if decades > 1:
+        figure.update_yaxes(dtick=1 if decades > 2 else "D2")
+
+
+def _recorded(table: Table, metric: str) -> bool:
+    return metric in table.present and bool(table.present[metric].any())
+
+
+def _colours(panel: Panel, shown: dict[str, str], view: View) -> list[str]:
+    """A metric's colour goes with its place in the panel, whichever others are missing."""
+    palette = DARK_PALETTE if view.dark else PALETTE
+    return [palette[list(panel.metrics).index(label) % len(palette)] for label in shown]
+
+
+def _add_curve(
+    figure: go.Figure, found: Curve, label: str, colour: str, view: View, points: bool
+) -> None:
+    if points:
+        _add_line(figure, found.x, found.y, label, colour, mode="lines+markers")
+    elif view.smoothing > 0:
+        _add_line(figure, found.x, found.y, label, colour, opacity=0.25, faint=True)
+        _add_line(figure, found.x, smooth(found.y, view.smoothing), label, colour)
+    else:
+        _add_line(figure, found.x, found.y, label, colour)
+    if len(found.bad_x):
+        _add_bad(figure, found, label)
+
+
+def _add_line(
+    figure: go.Figure,
+    x: Array,
+    y: Array,
+    label: str,
+    colour: str,
+    mode: str = "lines",
+    opacity: float = 1.0,
+    faint: bool = False,
+) -> None:
+    x, y = downsample(x, y)
+    figure.add_trace(
+        go.Scatter(
+            x=x.tolist(),
+            y=y.tolist(),
+            name=label,
+            mode=mode if len(x) > 1 else "markers",
+            line={"color": colour, "width": 1.6},
+            marker={"size": 6, "color": colour},
+            opacity=opacity,
+            showlegend=not faint,
+            hoverinfo="skip" if faint else None,
+            hovertemplate=None if faint else "%{y:.5g}",
+        )
+    )
+
+
+def _add_earlier(figure: go.Figure, table: Table, metric: str) -> None:
+    """Superseded rows, dotted; each attempt stands once in the legend."""
+    known = {trace.legendgroup for trace in figure.data}
+    for attempt in np.unique(table.attempt[table.superseded]).tolist():
+        found = curve(table, metric, table.superseded & (table.attempt == attempt))
+        if len(found.x) == 0:
+            continue
+        x, y = downsample(found.x, found.y)
+        figure.add_trace(
+            go.Scatter(
+                x=x.tolist(),
+                y=y.tolist(),
+                name=f"attempt {attempt}",
+                legendgroup=f"attempt {attempt}",
+                showlegend=f"attempt {attempt}" not in known,
+                mode="lines",
+                line={"color": GREY, "width": 1.4, "dash": "dot"},
+                hovertemplate="%{y:.5g}",
+            )
+        )
+
+
+def _add_bad(figure: go.Figure, found: Curve, label: str) -> None:
+    """Crosses where a value was NaN or infinite, at the height of the finite value before it."""
+    heights = np.zeros(len(found.bad_x))
+    if len(found.x):
+        before = np.searchsorted(found.x, found.bad_x, side="right") - 1
+        heights = found.y[np.clip(before, 0, len(found.y) - 1)]
+    figure.add_trace(
+        go.Scatter(
+            x=found.bad_x.tolist(),
+            y=heights.tolist(),
+            name=f"{label}: non-finite",
+            mode="markers",
+            marker={
+                "symbol": "x",
+                "size": 10,
+                "color": BAD,
+                "line": {"width": 1, "color": "white"},
+            },
+            text=found.bad_words,
+            hovertemplate="%{text}",
+            showlegend=False,
+        )
+    )
+
+
+def load_map_figure(found: LoadMap, height: int = 300) -> go.Figure:
+    """Heat map of one layer: experts upward, steps to the right; 1 is an even share."""
+    return _heat_map(
+        found.load_ES,
+        found.step_S.tolist(),
+        list(range(found.load_ES.shape[0])),
+        ("step", "expert"),
+        "expert %{y}, step %{x}: %{z:.2f}× even share<extra></extra>",
+        height,
+    )
+
+
+def layer_loads_figure(found: LayerLoads, height: int = 300) -> go.Figure:
+    """Heat map of one step: layers upward, experts to the right; 1 is an even share."""
+    figure = _heat_map(
+        found.load_LE,
+        list(range(found.load_LE.shape[1])),
+        [str(layer) for layer in found.layers],
+        ("expert", "layer"),
+        "layer %{y}, expert %{x}: %{z:.2f}× even share<extra></extra>",
+        height,
+    )
+    figure.update_yaxes(type="category")
+    return figure
+
+
+def _heat_map(
+    values: NDArray[np.float64],
+    x: list[int],
+    y: list[int] | list[str],
+    titles: tuple[str, str],
+    hover: str,
+    height: int,
+) -> go.Figure:
+    finite = values[np.isfinite(values)]
+    # One expert far above the others must not turn all the rest into one colour.
+    top = max(2.0, float(np.percentile(finite, 99.5))) if finite.size else 2.0
+    figure = base_figure(height)
+    figure.update_layout(hovermode="closest")
+    figure.add_trace(
+        go.Heatmap(
+            z=np.round(values, 3).tolist(),
+            x=x,
+            y=y,
+            zmin=0.0,
+            zmax=top,
+            colorscale="Viridis",
+            colorbar={
+                "title": {"text": "× even", "side": "right"},
+                "thickness": 12,
+                "outlinewidth": 0,
+            },
+            hovertemplate=hover,
+        )
+    )
+    figure.update_xaxes(title_text=titles[0], showgrid=False)
+    figure.update_yaxes(title_text=titles[1], showgrid=False)
+    return figure

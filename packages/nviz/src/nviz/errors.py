@@ -1,0 +1,14 @@
+"""The one kind of error that nviz shows to its user, with a stable code."""
+
+
+class VizError(Exception):
+    """A problem the user can mend: what was wrong, where, and what to do about it.
+
+    `code` is stable.
+    """
+
+    def __init__(self, code: str, what: str, remedy: str) -> None:
+        super().__init__(f"{code}: {what}; {remedy}")
+        self.code = code
+        self.what = what
+        self.remedy = remedy

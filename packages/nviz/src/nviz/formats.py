@@ -1,0 +1,98 @@
+"""How numbers, times and foreign text are written on the pages."""
+
+import math
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+# Everything that starts markup in Streamlit's Markdown: emphasis, links, HTML, maths, directives.
+MARKUP = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&@/=])")
+SYMBOLS = {
+    "running": "▶",
+    "stalled": "!",
+    "completed": "✓",
+    "interrupted": "■",
+    "failed": "✕",
+    "unreadable": "?",
+}
+
+
+def escaped(text: str) -> str:
+    """`text` as Markdown that shows it letter by letter, on one line."""
+    return MARKUP.sub(r"\\\1", " ".join(text.split()))
+
+
+def status(name: str) -> str:
+    """A run's status with a symbol, so that it is not told by colour alone."""
+    return f"{SYMBOLS.get(name, '?')} {name}"
+
+
+def value(number: float | None, digits: int = 4) -> str:
+    """A measured value with `digits` significant digits, a dash for none, a word if non-finite."""
+    if number is None:
+        return "–"
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "∞" if number > 0 else "−∞"
+    if number != 0 and (abs(number) >= 1e15 or abs(number) < 1e-4):
+        return f"{number:.{digits - 1}e}"
+    whole = len(str(int(abs(number))))
+    return f"{number:,.{max(0, digits - whole)}f}"
+
+
+def count(number: float | None) -> str:
+    """A whole number with separators, a dash for none."""
+    return "–" if number is None or not math.isfinite(number) else f"{int(number):,}"
+
+
+def short(number: float | None) -> str:
+    """A large number with three digits and a unit: 12.3k, 4.56M, 7.89B."""
+    if number is None or not math.isfinite(number):
+        return value(number)
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the two largest units that fit: 45 s, 3 min 20 s, 2 h 05 min, 3 d 4 h."""
+    if seconds is None:
+        return "–"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def moment(unix_s: float | None) -> datetime | None:
+    """Seconds since the epoch as a time in UTC; None for none, or for no time of this calendar."""
+    try:
+        return None if unix_s is None else datetime.fromtimestamp(unix_s, UTC)
+    except (OverflowError, OSError, ValueError):
+        return None
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> pa.Table:
+    """Rows as an Arrow table. Equal column names are numbered; mixed types become text."""
+    names: list[str] = []
+    for name in columns:
+        again = names.count(name) + sum(other.startswith(f"{name} (") for other in names)
+        names.append(f"{name} ({again + 1})" if again else name)
+    values = [_array([row[i] for row in rows]) for i in range(len(names))]
+    return pa.Table.from_arrays(values, names=names)
+
+
+def _array(values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return pa.array([None if value is None else str(value) for value in values])

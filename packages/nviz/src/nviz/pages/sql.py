@@ -1,0 +1,51 @@
+"""Read-only SQL over all runs."""
+
+import time
+
+import streamlit as st
+
+from nviz import formats, shell
+from nviz.errors import VizError
+
+MOST_ROWS = 10_000
+EXAMPLE = """SELECT run, max(step) AS steps, min("loss/train") AS best_loss
+FROM metrics
+WHERE NOT superseded AND isfinite("loss/train")
+GROUP BY run
+ORDER BY best_loss"""
+
+
+def answer(sql: str) -> None:
+    """Run the query and show its rows, or why it was refused."""
+    started = time.perf_counter()
+    try:
+        taken, database = shell.workspace().database()
+        found = database.query(sql, MOST_ROWS)
+    except VizError as error:
+        st.error("The query was refused.")
+        st.code(str(error), language=None)
+        return
+    frame = formats.table(found.columns, found.rows)
+    more = f", the first {MOST_ROWS:,} shown" if found.truncated else ""
+    age = formats.duration(time.time() - taken)
+    seconds = time.perf_counter() - started
+    st.caption(f"{len(found.rows):,} rows{more}, {seconds:.2f} s; files as of {age} ago.")
+    st.dataframe(frame, hide_index=True, height=380, key="answer")
+
+
+def page() -> None:
+    """A query, its button and its rows."""
+    shell.header(
+        "SQL",
+        "Ask anything of the views `runs`, `metrics` and `events`, in DuckDB's SQL, reading only. "
+        'Names with a slash need double quotes: `"loss/train"`.',
+    )
+    sql = st.text_area(
+        "Query", EXAMPLE, height=150, key="sql", bind="query-params", label_visibility="collapsed"
+    )
+    st.button("Run query", type="primary", icon=":material/play_arrow:")
+    if sql and sql.strip():
+        answer(sql)
+
+
+page()

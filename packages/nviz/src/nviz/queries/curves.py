@@ -1,0 +1,167 @@
+"""Curves of a run's metrics: which rows count, the x axis, smoothing, down-sampling, non-finite
+values.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import duckdb
+import numpy as np
+from numpy.typing import NDArray
+
+from nviz.store.run_data import ROWS, one_row, quoted
+
+Array = NDArray[np.float64]
+Axis = Literal["step", "tokens", "time"]
+
+BUCKETS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns of equal length, ordered by attempt and step. A metric's NaN may be a recorded NaN or
+    a missing value: `present` tells them apart."""
+
+    step: Array
+    x: Array
+    attempt: NDArray[np.int64]
+    superseded: NDArray[np.bool_]
+    values: dict[str, Array]
+    present: dict[str, NDArray[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line to draw: finite points in order of x. `bad` are the places of non-finite values, and
+    `bad_words` what was recorded there."""
+
+    x: Array
+    y: Array
+    bad_x: Array
+    bad_step: Array
+    bad_words: list[str]
+
+
+def ranks(connection: duckdb.DuckDBPyConnection) -> list[int]:
+    """Ranks that recorded metrics, ascending."""
+    found = connection.execute("SELECT DISTINCT rank FROM rows ORDER BY rank").fetchall()
+    return [row[0] for row in found]
+
+
+def table(
+    connection: duckdb.DuckDBPyConnection,
+    metrics: list[str],
+    rank: int,
+    axis: Axis = "step",
+    known: list[str] | None = None,
+) -> Table:
+    """Values of `metrics` (those that the run has) of one rank, with x along `axis`.
+
+    `known` are the run's metrics. Time is in seconds from the run's first record. Rows without an x
+    are left out.
+    """
+    wanted = [name for name in metrics if known is None or name in known]
+    x = _axis_sql(axis, known)
+    columns = "".join(f", {quoted(name)} AS {quoted('value ' + name)}" for name in wanted)
+    found = connection.execute(
+        f"SELECT step, attempt, superseded, CAST({x} AS DOUBLE) AS x {columns} "
+        f"FROM ({ROWS}) WHERE rank = ? ORDER BY attempt, step",
+        [rank],
+    ).fetchnumpy()
+    xs = np.ma.filled(np.ma.asarray(found["x"], dtype=np.float64), np.nan)
+    keep = np.isfinite(xs)
+    masked = {name: np.ma.asarray(found["value " + name])[keep] for name in wanted}
+    return Table(
+        step=np.asarray(found["step"], dtype=np.float64)[keep],
+        x=xs[keep],
+        attempt=np.asarray(found["attempt"], dtype=np.int64)[keep],
+        superseded=np.asarray(found["superseded"], dtype=np.bool_)[keep],
+        values={name: np.ma.filled(column, np.nan) for name, column in masked.items()},
+        present={name: ~np.ma.getmaskarray(column) for name, column in masked.items()},
+    )
+
+
+def _axis_sql(axis: Axis, known: list[str] | None) -> str:
+    source = {"step": "step", "tokens": "tokens", "time": "time_unix_s"}[axis]
+    if axis == "step":
+        return "step"
+    if known is not None and source not in known:
+        return "NULL"
+    if axis == "tokens":
+        return "tokens"
+    return "time_unix_s - (SELECT min(time_unix_s) FROM rows WHERE isfinite(time_unix_s))"
+
+
+def curve(found: Table, metric: str, rows: NDArray[np.bool_]) -> Curve:
+    """The curve of `metric` over the chosen rows."""
+    chosen = rows & found.present[metric]
+    y, x, step = found.values[metric][chosen], found.x[chosen], found.step[chosen]
+    order = np.argsort(x, kind="stable")
+    y, x, step = y[order], x[order], step[order]
+    bad = ~np.isfinite(y)
+    return Curve(x[~bad], y[~bad], x[bad], step[bad], [_word(value) for value in y[bad]])
+
+
+def _word(value: float) -> str:
+    if np.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def smooth(y: Array, weight: float) -> Array:
+    """Exponential moving average with the start's bias taken out; `weight` 0 leaves `y` as it is.
+
+    With weight w the average after n values is sum(w^(n-i) y_i) / sum(w^(n-i)). `y` is finite.
+    """
+    if weight <= 0.0 or len(y) == 0:
+        return y
+    out = np.empty_like(y)
+    total = scale = 0.0
+    for i, value in enumerate(y.tolist()):
+        total = weight * total + value
+        scale = weight * scale + 1.0
+        out[i] = total / scale
+    return out
+
+
+def downsample(x: Array, y: Array, buckets: int = BUCKETS) -> tuple[Array, Array]:
+    """At most `2 * buckets + 2` points of a curve, in order, spikes kept.
+
+    The points are cut into buckets of equal count; each gives its lowest and its highest point. The
+    first and the last point stay. `y` is finite.
+    """
+    n = len(y)
+    if n <= 2 * buckets + 2:
+        return x, y
+    edges = np.linspace(0, n, buckets + 1).astype(np.int64)
+    keep = {0, n - 1}
+    for start, end in pairwise(edges.tolist()):
+        piece = y[start:end]
+        keep.add(start + int(piece.argmin()))
+        keep.add(start + int(piece.argmax()))
+    marks = np.array(sorted(keep))
+    return x[marks], y[marks]
+
+
+def latest(
+    connection: duckdb.DuckDBPyConnection, rank: int, metrics: list[str]
+) -> dict[str, float]:
+    """The newest recorded value of each of `metrics`; it may be non-finite."""
+    if not metrics:
+        return {}
+    columns = ", ".join(
+        f"arg_max({quoted(name)}, step) FILTER ({quoted(name)} IS NOT NULL)" for name in metrics
+    )
+    row = one_row(
+        connection, f"SELECT {columns} FROM ({ROWS}) WHERE rank = ? AND NOT superseded", [rank]
+    )
+    return {name: value for name, value in zip(metrics, row, strict=True) if value is not None}
+
+
+def last_step(connection: duckdb.DuckDBPyConnection) -> int | None:
+    """The newest step of the newest attempt, or None before the first record."""
+    (step,) = one_row(
+        connection, "SELECT max(step) FROM rows WHERE attempt = (SELECT max(attempt) FROM rows)"
+    )
+    return None if step is None else int(step)

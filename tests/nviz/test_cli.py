@@ -1,0 +1,136 @@
+"""The console script: answers, errors on one line with exit code 2, and a quick --help."""
+
+import csv
+import io
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nviz.cli import check_host, is_loopback
+from nviz.errors import VizError
+from run_folder import RunFolder, record
+
+
+def nviz(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the program as a user does."""
+    environment = {key: value for key, value in os.environ.items() if key != "NVIZ_TOKEN"}
+    return subprocess.run(
+        [sys.executable, "-m", "nviz", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment | {"COLUMNS": "200"},
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def runs(root: Path) -> Path:
+    """A root with one run of two steps, the second one's loss not a number."""
+    run = RunFolder(root, "a", name="first, of all")
+    run.append(record(0, loss=1.5), record(1, loss=math.nan))
+    return root
+
+
+QUERY = 'SELECT r.name, step, "loss/train" AS loss FROM metrics JOIN runs r USING (run) ORDER BY 2'
+
+
+def test_a_query_prints_a_table_json_lines_or_csv(runs: Path) -> None:
+    # SELECT r.name: `step` is in both views, so it is ambiguous unless qualified.
+    query = QUERY.replace(" step,", " metrics.step,")
+    table = nviz("query", str(runs), query)
+    assert table.returncode == 0, table.stderr
+    assert "first, of all" in table.stdout and "nan" in table.stdout
+    lines = nviz("query", str(runs), query, "--json").stdout.splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"name": "first, of all", "step": 0, "loss": 1.5},
+        {"name": "first, of all", "step": 1, "loss": "NaN"},
+    ]
+    text = nviz("query", str(runs), query, "--csv").stdout
+    assert list(csv.reader(io.StringIO(text)))[:2] == [
+        ["name", "step", "loss"],
+        ["first, of all", "0", "1.5"],
+    ]
+
+
+def test_an_empty_root_can_be_asked(root: Path) -> None:
+    answer = nviz("query", str(root), "SELECT count(*) AS n FROM runs", "--csv")
+    assert answer.stdout == "n\n0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["query", "MISSING", "SELECT 1"], "E-RUNS-MISSING"),
+        (["query", "ROOT", "DROP TABLE runs"], "E-SQL-READ-ONLY"),
+        (["query", "ROOT", "SELECT nothing"], "E-SQL"),
+        (["query", "ROOT", "SELECT 1", "--json", "--csv"], "E-QUERY-FORMAT"),
+        (["serve", "MISSING"], "E-RUNS-MISSING"),
+        (["serve", "ROOT", "--host", "0.0.0.0"], "E-HOST-TOKEN"),
+        (["serve", "ROOT", "--host", "::"], "E-HOST-TOKEN"),
+    ],
+)
+def test_errors_start_with_a_code_and_exit_with_two(
+    root: Path, arguments: list[str], code: str
+) -> None:
+    paths = {"MISSING": str(root / "no"), "ROOT": str(root)}
+    result = nviz(*[paths.get(argument, argument) for argument in arguments])
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error {code}: ")
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_port_in_use_is_one_clear_error(root: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = nviz("serve", str(root), "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 2
+    assert result.stderr.startswith("error E-PORT: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+def test_loopback_needs_no_token(host: str) -> None:
+    assert is_loopback(host)
+    check_host(host, None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org", "localhost.evil"])
+def test_any_other_host_needs_a_token(host: str) -> None:
+    for missing in (None, ""):
+        with pytest.raises(VizError, match="E-HOST-TOKEN"):
+            check_host(host, missing)
+    check_host(host, "secret")
+
+
+def test_help_and_errors_do_not_load_streamlit_or_duckdb() -> None:
+    program = (
+        "import sys; sys.argv = ['nviz', '--help']\n"
+        "from nviz.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'streamlit', 'duckdb', 'plotly', 'pyarrow', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_package_never_imports_the_trainer_or_torch() -> None:
+    program = (
+        "import sys, pkgutil, nviz, importlib\n"
+        "for item in pkgutil.walk_packages(nviz.__path__, 'nviz.'):\n"
+        "    if not item.name.startswith('nviz.pages.') and item.name not in "
+        "('nviz.app.main', 'nviz.__main__'):\n"
+        "        importlib.import_module(item.name)\n"
+        "bad = {'torch', 'nmoe_train', 'nmoe_kernels', 'nmoe_data'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
