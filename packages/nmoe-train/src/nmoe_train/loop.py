@@ -161,7 +161,8 @@ class _Training:
         if status == "completed" and validation is None:
             validation = self._validate()
         self.folder.end(status, **({} if validation is None else {"loss/validation": validation}))
-        return Outcome(status, self.step, validation, self.model, self.signal)
+        stopped_by = self.signal if status == "interrupted" else None
+        return Outcome(status, self.step, validation, self.model, stopped_by)
 
     def _steps(self, metrics: MetricsWriter) -> float | None:
         """Steps until the end or a signal; the validation loss of the last step, if it had one."""

@@ -113,9 +113,15 @@ def _open_verified(folder: Path) -> Checkpoint:
             raise _corrupt(folder / "meta.json", "does not have the checksum in COMPLETE")
         meta = json.loads(content)
         files: dict[str, dict[str, Any]] = meta["files"]
-        step = int(meta["step"])
+        step, version = int(meta["step"]), int(meta["schema_version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _corrupt(folder / "meta.json", f"cannot be read ({error})") from None
+    if version != SCHEMA_VERSION:
+        raise TrainError(
+            "E-CHECKPOINT-VERSION",
+            f"{folder} has format {version}, and this nmoe-train reads {SCHEMA_VERSION}",
+            "use the version of nmoe-train that wrote it",
+        )
     for name, entry in files.items():
         if not (folder / name).is_file():
             raise _corrupt(folder / name, "is missing")

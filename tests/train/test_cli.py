@@ -1,0 +1,191 @@
+"""The command line: what it prints, where, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nmoe_train.cli import app, main
+from typer.testing import CliRunner
+
+Tree = Callable[..., dict[str, Any]]
+Write = Callable[..., Path]
+Call = Callable[..., tuple[int, str, str]]
+
+
+def toml(tree: dict[str, Any], prefix: str = "") -> str:
+    """A nested mapping as TOML."""
+    sections = {key: value for key, value in tree.items() if isinstance(value, dict)}
+    lines = [f"{key} = {json.dumps(tree[key])}" for key in tree.keys() - sections.keys()]
+    head = f"[{prefix}]\n" if prefix else ""
+    text = head + "\n".join(lines) + "\n"
+    for key, value in sections.items():
+        text += toml(value, f"{prefix}.{key}" if prefix else key)
+    return text
+
+
+@pytest.fixture
+def file(tiny_tree: Tree, tmp_path: Path) -> Write:
+    def write(**overrides: Any) -> Path:
+        path = tmp_path / "config.toml"
+        path.write_text(toml(tiny_tree(**overrides)))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Call:
+    """Run `nmoe-train ARGUMENTS...` in this process: exit code, output, errors."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nmoe-train", *map(str, arguments)])
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+        printed = capfd.readouterr()
+        return int(code), printed.out, printed.err
+
+    return run
+
+
+def process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nmoe_train", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_user_error_in_a_real_process_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    result = process("run", tmp_path / "absent.toml")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error E-CONFIG-FILE: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_schema_and_mistakes_do_not_wait_for_torch() -> None:
+    code = """
+import sys
+from nmoe_train.cli import main
+for arguments in (["--help"], ["validate", "--schema"], ["run", "absent.toml"]):
+    sys.argv = ["nmoe-train", *arguments]
+    try:
+        main()
+    except SystemExit:
+        pass
+    assert "torch" not in sys.modules, arguments
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_valid_configuration_says_what_it_asks_for(file: Write) -> None:
+    result = CliRunner().invoke(app, ["validate", str(file())])
+    assert result.exit_code == 0
+    assert "6 steps of 64 tokens" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--set", "train.stepz=1"], "E-CONFIG"),
+        (["--set", "train.steps"], "E-CONFIG-SET"),
+        (["--set", "parallel.dp=2"], "E-LAYOUT"),
+    ],
+)
+def test_validate_reports_in_one_line(
+    file: Write, call: Call, arguments: list[str], code: str
+) -> None:
+    exit_code, out, err = call("validate", file(), *arguments)
+    assert (exit_code, out) == (2, "")
+    assert err.startswith(f"error {code}: ")
+    assert err.count("\n") == 1
+
+
+def test_missing_data_is_one_line(file: Write, call: Call, tmp_path: Path) -> None:
+    exit_code, _, err = call("run", file(**{"data.dir": str(tmp_path / "nothing")}))
+    assert exit_code == 2
+    assert err.startswith("error E-DATA-MISSING: ")
+    assert err.count("\n") == 1
+
+
+def test_an_error_of_the_data_package_is_one_line_too(file: Write, call: Call) -> None:
+    exit_code, _, err = call("run", file(**{"data.text": "/no/such/text"}))
+    assert exit_code == 2
+    assert err.startswith("error E-SOURCE-MISSING: ")
+    assert err.count("\n") == 1
+
+
+def test_the_schema_is_printed_whole() -> None:
+    result = CliRunner().invoke(app, ["validate", "--schema"])
+    assert result.exit_code == 0
+    assert "model.moe.top_k (int; required)" in result.output
+    assert "checkpoint.keep (int; 2)" in result.output
+
+
+def test_a_run_reports_its_loss_beside_a_unigram_model(
+    file: Write, call: Call, tmp_path: Path
+) -> None:
+    exit_code, out, err = call("run", file(**{"train.steps": 2}))
+    assert (exit_code, err) == (0, "")
+    assert "step 2/2" in out
+    assert "validation loss " in out
+    assert "(unigram " in out
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "completed"
+
+
+@pytest.mark.parametrize("name", ["12", "true", "a = [b]", 'a "b" \\c', "é🙂"])
+def test_a_folder_may_be_called_like_a_value_of_toml(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exit_code, _, err = call("quickstart", "--out", name, "--text", name)
+    assert exit_code == 2
+    assert err.startswith(f"error E-SOURCE-MISSING: there is no file or folder {name};")
+    assert [path.name for path in tmp_path.iterdir()] in ([name], [])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_run_and_ends_with_its_number(
+    file: Write,
+    fork: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    path = file(**{"train.steps": 100_000, "checkpoint.every": 50_000})
+    monkeypatch.setattr(sys, "argv", ["nmoe-train", "run", str(path)])
+    child = fork(main)
+    live = tmp_path / "run" / "metrics" / "1-0.jsonl"
+    child.wait_until(lambda: live.exists() and live.stat().st_size > 0)
+    os.kill(child.pid, number)
+    exit_code, out, err = child.wait()
+    assert exit_code == code, err
+    assert err == ("interrupted\n" if number == signal.SIGINT else "")
+    assert "finishing this step, then saving" in out
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "interrupted"
+    saved = tmp_path / "run" / "checkpoints" / f"step-{record['step']:08d}" / "COMPLETE"
+    assert saved.exists()
+    assert f"saved at step {record['step']}" in out
+
+
+def test_an_interrupt_outside_training_is_one_line(
+    call: Call, monkeypatch: pytest.MonkeyPatch, file: Write
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nmoe_train.parallel.current_layout", interrupted)
+    exit_code, out, err = call("validate", file())
+    assert (exit_code, out, err) == (130, "", "interrupted\n")

@@ -1,0 +1,381 @@
+"""A run stopped at any instant and started again is the run that was never stopped, to the bit."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nmoe_train.config import Config
+from nmoe_train.errors import TrainError
+from nmoe_train.loop import Outcome
+from nmoe_train.telemetry import RunFolder
+
+Tiny = Callable[..., Config]
+Run = Callable[..., Outcome]
+Rows = Callable[..., list[dict[str, Any]]]
+Saved = Callable[[Path, int], dict[str, torch.Tensor]]
+STEPS = 6
+SAME = ("loss/train", "loss/ce", "loss/balance", "grad_norm", "lr/dense", "router/load_imbalance")
+
+
+class Crash(BaseException):
+    """The end of the process, as far as the loop can tell."""
+
+
+def crash_after(step: int) -> Callable[[dict[str, Any]], None]:
+    def hook(record: dict[str, Any]) -> None:
+        if record["step"] == step:
+            raise Crash
+
+    return hook
+
+
+def histories(rows: Rows, folder: Path) -> dict[int, dict[str, Any]]:
+    """The latest attempt's record of each step."""
+    attempts = json.loads((folder / "run.json").read_text())["attempt"]
+    found: dict[int, dict[str, Any]] = {}
+    for attempt in range(1, attempts + 1):
+        if list((folder / "metrics").glob(f"{attempt}-0*")):
+            found |= {row["step"]: row for row in rows(folder, attempt)}
+    return found
+
+
+@pytest.fixture
+def same_end(tiny: Tiny, run: Run, rows: Rows, saved: Saved, tmp_path: Path) -> Callable[..., None]:
+    """Compare a run with one of the same configuration that was never stopped."""
+
+    def compare(config: Config, **overrides: Any) -> None:
+        whole = tiny(**overrides, **{"run.dir": str(tmp_path / "whole")})
+        run(whole)
+        want, got = histories(rows, whole.run.dir), histories(rows, config.run.dir)
+        assert sorted(got) == sorted(want) == list(range(1, STEPS + 1))
+        for step in want:
+            for name in SAME:
+                # A number that is not finite is a word in a live file; NaN is equal to nothing.
+                pair = [repr(float(record[step][name])) for record in (got, want)]
+                assert pair[0] == pair[1], (step, name)
+        before, after = (saved(folder, STEPS) for folder in (whole.run.dir, config.run.dir))
+        assert before.keys() == after.keys()
+        for name in before:
+            assert torch.equal(before[name], after[name]), name
+        ends = [json.loads((f / "run.json").read_text()) for f in (whole.run.dir, config.run.dir)]
+        assert ends[0]["status"] == ends[1]["status"] == "completed"
+        assert ends[0]["results"] == ends[1]["results"]
+
+    return compare
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 6])
+def test_a_crash_before_the_save_of_any_step(
+    tiny: Tiny, run: Run, same_end: Callable[..., None], step: int
+) -> None:
+    with pytest.raises(Crash):
+        run(tiny(), crash_after(step))
+    outcome = run(tiny())
+    assert (outcome.status, outcome.step) == ("completed", STEPS)
+    same_end(tiny())
+
+
+@pytest.mark.parametrize("setting", ["gqa", "bf16", "recompute", "micro"])
+def test_whatever_is_trained(
+    tiny: Tiny, run: Run, same_end: Callable[..., None], setting: str
+) -> None:
+    overrides: dict[str, Any] = {
+        "gqa": {"model.attention.kind": "gqa", "model.tie_embeddings": True},
+        "bf16": {"precision.dtype": "bf16"},
+        "recompute": {"train.recompute": "layer"},
+        "micro": {"train.micro_batch_size": 2, "model.moe.z_loss": 0.01},
+    }[setting]
+    with pytest.raises(Crash):
+        run(tiny(**overrides), crash_after(3))
+    run(tiny(**overrides))
+    same_end(tiny(**overrides), **overrides)
+
+
+def test_updates_that_were_skipped(
+    tiny: Tiny, run: Run, same_end: Callable[..., None], poison: Callable[..., None], rows: Rows
+) -> None:
+    # Adam's bias correction counts updates, and after step 4 only two were made.
+    poison({1, 3})
+    with pytest.raises(Crash):
+        run(tiny(), crash_after(5))
+    run(tiny())
+    meta = tiny().run.dir / "checkpoints" / "step-00000006" / "meta.json"
+    assert json.loads(meta.read_text())["updates"] == 4
+    assert [rows(tiny().run.dir)[n]["grad_norm"] for n in (0, 2)] == ["NaN", "NaN"]
+    same_end(tiny())
+
+
+def test_crash_upon_crash(tiny: Tiny, run: Run, same_end: Callable[..., None]) -> None:
+    for step in (1, 3, 3, 5, 6):
+        with pytest.raises(Crash):
+            run(tiny(), crash_after(step))
+    run(tiny())
+    record = json.loads((tiny().run.dir / "run.json").read_text())
+    assert [attempt["from_step"] for attempt in record["attempts"]] == [0, 0, 2, 2, 4, 4]
+    assert [attempt["attempt"] for attempt in record["attempts"]] == [1, 2, 3, 4, 5, 6]
+    same_end(tiny())
+
+
+@pytest.mark.parametrize("flush", [1, 3, 6])
+def test_a_crash_in_the_middle_of_a_save(
+    tiny: Tiny,
+    run: Run,
+    same_end: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    flush: int,
+) -> None:
+    import nmoe_train.files as files
+
+    real, armed = files.os.fsync, False
+    left = flush
+
+    def dying(descriptor: int) -> None:
+        nonlocal left
+        left -= armed
+        if left == 0:
+            raise Crash
+        real(descriptor)
+
+    def arm(record: dict[str, Any]) -> None:
+        nonlocal armed
+        armed = record["step"] == 4
+
+    monkeypatch.setattr(files.os, "fsync", dying)
+    with pytest.raises(Crash):
+        run(tiny(), arm)
+    monkeypatch.setattr(files.os, "fsync", real)
+    run(tiny())
+    same_end(tiny())
+
+
+def test_a_killed_process(
+    tiny: Tiny,
+    run: Run,
+    same_end: Callable[..., None],
+    fork: Callable[..., Any],
+) -> None:
+    def killed(step: int) -> Callable[[], object]:
+        def kill(record: dict[str, Any]) -> None:
+            if record["step"] == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return lambda: run(tiny(), kill)
+
+    for step in (3, 5):
+        assert fork(killed(step)).wait()[0] == -signal.SIGKILL
+    # The lock went with the process.
+    run(tiny())
+    same_end(tiny())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
+    tiny: Tiny,
+    run: Run,
+    same_end: Callable[..., None],
+    saved: Saved,
+    events: Callable[[Path], list[dict[str, Any]]],
+    number: signal.Signals,
+) -> None:
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+
+    def send(record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            os.kill(os.getpid(), number)
+
+    outcome = run(tiny(), send)
+    assert (outcome.status, outcome.step, outcome.stopped_by) == ("interrupted", 3, number)
+    assert outcome.validation_loss is None
+    assert saved(tiny().run.dir, 3)
+    record = json.loads((tiny().run.dir / "run.json").read_text())
+    assert (record["status"], record["step"]) == ("interrupted", 3)
+    assert events(tiny().run.dir)[-1]["status"] == "interrupted"
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert run(tiny()).step == STEPS
+    same_end(tiny())
+
+
+def test_a_second_signal_ends_it_at_once(tiny: Tiny, run: Run, saved: Saved) -> None:
+    def send_two(record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(), send_two)
+    assert not (tiny().run.dir / "checkpoints" / "step-00000003").exists()
+    assert json.loads((tiny().run.dir / "run.json").read_text())["status"] == "failed"
+    assert run(tiny()).step == STEPS
+
+
+def test_a_completed_run_trains_nothing_more(tiny: Tiny, run: Run) -> None:
+    first = run(tiny())
+
+    def files() -> dict[str, bytes]:
+        folder = tiny().run.dir
+        return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+    before = files()
+    steps: list[Any] = []
+    again = run(tiny(), steps.append)
+    assert steps == []
+    assert (again.status, again.step) == ("completed", STEPS)
+    assert again.validation_loss == first.validation_loss
+    assert files() == before
+
+
+def test_a_completed_run_goes_on_when_given_more_steps(
+    tiny: Tiny, run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    steady = {"schedule.warmup": 128.0, "schedule.decay": 0.0}
+    run(tiny(**steady, **{"train.steps": 3}))
+    outcome = run(tiny(**steady))
+    assert (outcome.status, outcome.step) == ("completed", STEPS)
+    record = json.loads((tiny().run.dir / "run.json").read_text())
+    assert [attempt["from_step"] for attempt in record["attempts"]] == [0, 3]
+    assert record["steps"] == STEPS
+    whole = tiny(**steady, **{"run.dir": str(tmp_path / "whole")})
+    run(whole)
+    want, got = histories(rows, whole.run.dir), histories(rows, tiny().run.dir)
+    assert [got[n]["loss/train"] for n in got] == [want[n]["loss/train"] for n in want]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"optimizer.lr": 1e-3}, "optimizer.lr 0.003 -> 0.001"),
+        ({"run.seed": 4}, "run.seed 0 -> 4"),
+        ({"model.moe.top_k": 1}, "model.moe.top_k 2 -> 1"),
+        ({"train.batch_size": 8}, "train.batch_size 4 -> 8"),
+    ],
+)
+def test_a_change_of_the_result_is_refused_and_named(
+    tiny: Tiny, run: Run, change: dict[str, Any], named: str
+) -> None:
+    run(tiny(**{"train.steps": 2}))
+    with pytest.raises(TrainError) as caught:
+        run(tiny(**change))
+    assert caught.value.code == "E-RESUME-CONFIG"
+    assert named in str(caught.value)
+    assert str(caught.value).count(" -> ") == 1
+    assert "--allow-changes" in str(caught.value)
+    assert len(json.loads((tiny().run.dir / "run.json").read_text())["attempts"]) == 1
+
+
+def test_a_change_goes_through_when_allowed(tiny: Tiny, run: Run, rows: Rows) -> None:
+    run(tiny(**{"train.steps": 2}))
+    changed = tiny(**{"optimizer.lr": 1e-3, "schedule.decay": 0.0})
+    outcome = run(changed, allow_changes=True)
+    assert outcome.step == STEPS
+    assert rows(changed.run.dir, 2)[0]["lr/dense"] == pytest.approx(1e-3)
+    # The next checkpoint is the new configuration's.
+    assert run(changed).status == "completed"
+
+
+def test_other_data_is_another_run(tiny: Tiny, run: Run, tmp_path: Path, data: Any) -> None:
+    import dataclasses
+
+    from nmoe_train.loop import Observer, train
+    from nmoe_train.parallel import Layout
+
+    run(tiny(**{"train.steps": 2}))
+    other = dataclasses.replace(data, fingerprint="other")
+    with pytest.raises(TrainError, match=r"data \S+ -> other"):
+        train(tiny(), other, Layout(), Observer())
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_run_still_ends_the_same(
+    tiny: Tiny,
+    run: Run,
+    same_end: Callable[..., None],
+    events: Callable[[Path], list[dict[str, Any]]],
+) -> None:
+    with pytest.raises(Crash):
+        run(tiny(), crash_after(5))
+    body = tiny().run.dir / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    body.write_bytes(body.read_bytes()[:-1] + b"\x7f")
+    run(tiny())
+    faults = [event for event in events(tiny().run.dir) if event["event"] == "fault"]
+    assert [fault for fault in faults if str(body) in fault["what"]]
+    assert json.loads((tiny().run.dir / "run.json").read_text())["attempts"][1]["from_step"] == 2
+    same_end(tiny())
+    from nmoe_train.checkpoint import newest_sound_checkpoint
+
+    checkpoint, problems = newest_sound_checkpoint(tiny().run.dir / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == STEPS and problems == []
+
+
+def test_attempts_keep_their_histories(tiny: Tiny, run: Run, rows: Rows) -> None:
+    with pytest.raises(Crash):
+        run(tiny(), crash_after(5))
+    run(tiny())
+    assert [row["step"] for row in rows(tiny().run.dir, 1)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows(tiny().run.dir, 2)] == [5, 6]
+    first, second = (
+        next(row for row in rows(tiny().run.dir, attempt) if row["step"] == 5) for attempt in (1, 2)
+    )
+    assert first["loss/train"] == second["loss/train"]
+
+
+def test_two_processes_do_not_share_a_run_folder(
+    tiny: Tiny, run: Run, fork: Callable[..., Any]
+) -> None:
+    folder = tiny().run.dir
+    go = folder.parent / "go"
+
+    def hold() -> None:
+        owner = RunFolder(folder)
+        (folder.parent / "held").touch()
+        while not go.exists():
+            time.sleep(0.01)
+        owner.release()
+
+    child = fork(hold)
+    child.wait_until((folder.parent / "held").exists)
+    try:
+        with pytest.raises(TrainError) as caught:
+            run(tiny())
+        assert caught.value.code == "E-RUN-BUSY"
+        assert str(folder) in str(caught.value)
+        assert not (folder / "run.json").exists()
+    finally:
+        go.touch()
+        assert child.wait()[0] == 0
+    assert run(tiny()).status == "completed"
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'"text"'])
+def test_a_damaged_run_record_is_named_and_the_folder_given_up(
+    tiny: Tiny, run: Run, content: bytes
+) -> None:
+    tiny().run.dir.mkdir()
+    (tiny().run.dir / "run.json").write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(TrainError) as caught:
+            run(tiny())
+        assert caught.value.code == "E-RUN-RECORD"
+        assert re.search(r"run\.json", str(caught.value))
+    (tiny().run.dir / "run.json").unlink()
+    assert run(tiny()).status == "completed"
+
+
+def test_a_torn_last_event_does_not_swallow_the_next(tiny: Tiny, run: Run) -> None:
+    with pytest.raises(Crash):
+        run(tiny(), crash_after(3))
+    with (tiny().run.dir / "events.jsonl").open("a") as stream:
+        stream.write('{"time_unix_s": 1.0, "eve')
+    run(tiny())
+    lines = (tiny().run.dir / "events.jsonl").read_text().splitlines()
+    names = []
+    for line in lines:
+        if not line.endswith('"eve'):
+            names.append(json.loads(line)["event"])
+    assert "resume" in names
+    assert len(lines) == len(names) + 1
