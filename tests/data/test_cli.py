@@ -1,11 +1,15 @@
 """The command: what it prints, how it fails, and that it starts without loading everything."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import nmoe_data
 import pytest
+from nmoe_data import cli
 from nmoe_data.tokenizer import load_tokenizer
 
 
@@ -122,6 +126,59 @@ def test_a_folder_that_is_no_dataset_is_one_line(command: str, tmp_path: Path, r
     assert (done.code, done.err.split(":")[0]) == (2, "error E-DATASET-MISSING")
     (tmp_path / "state.json").write_text("{}")
     assert run_cli(command, tmp_path).err.startswith("error E-DATASET-UNFINISHED")
+
+
+@pytest.mark.parametrize("command", ["verify", "info", "inspect"])
+def test_a_manifest_that_cannot_be_read_is_one_line(command: str, out: Path, run_cli) -> None:
+    manifest = out / "train" / "manifest.json"
+    if os.geteuid() == 0:
+        # Permissions do not stop root; this file can be opened but its start cannot be read.
+        manifest.unlink()
+        manifest.symlink_to("/proc/self/mem")
+    else:
+        manifest.chmod(0)
+    done = run_cli(command, out)
+    assert done.code == 2
+    assert re.match(rf"error E-(IO|PERMISSION): cannot read {manifest}: ", done.err)
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["verify", "info", "inspect"])
+def test_a_name_that_the_system_refuses_is_one_line(command: str, tmp_path: Path, run_cli) -> None:
+    done = run_cli(command, tmp_path / ("x" * 300))
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert done.err.startswith("error E-")
+
+
+def test_the_version_is_shown(run_cli) -> None:
+    done = run_cli("--version")
+    assert (done.code, done.out) == (0, nmoe_data.__version__ + "\n")
+
+
+def test_without_a_terminal_progress_is_plain_lines(
+    tmp_path: Path, make_texts, write_jsonl, run_cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    arguments = ("prep", source, "--tokenizer", "bytes", "--out")
+    assert run_cli(*arguments, tmp_path / "quick").err == ""
+    monkeypatch.setattr(cli, "PLAIN_LINE_SECONDS", 0.0)
+    lines = run_cli(*arguments, tmp_path / "out").err.splitlines()
+    assert len(lines) == 3
+    assert all(re.fullmatch(r"\d+%  [\d,]+ tokens, 0 rejected", line) for line in lines)
+    assert lines[-1].startswith("100%  ")
+
+
+def test_a_reader_that_goes_away_is_no_traceback(out: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "nmoe_data", "info", str(out)],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_help_loads_none_of_the_heavy_libraries() -> None:

@@ -1,6 +1,8 @@
 """Disks that are full or cannot be written: one clear line, and nothing already made is lost."""
 
+import errno
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from nmoe_data.errors import DataError
-from nmoe_data.files import atomic_write
+from nmoe_data.files import atomic_write, os_errors, sync_path
 from nmoe_data.prep import prep
 
 
@@ -126,3 +128,44 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.ENOSPC, "E-DISK-FULL"),
+        (errno.EDQUOT, "E-DISK-FULL"),
+        (errno.EFBIG, "E-DISK-FULL"),
+        (errno.EROFS, "E-READ-ONLY"),
+        (errno.EACCES, "E-PERMISSION"),
+        (errno.EPERM, "E-PERMISSION"),
+        (errno.ENOTDIR, "E-NOT-A-FOLDER"),
+        (errno.EEXIST, "E-NOT-A-FOLDER"),
+        (errno.ENOENT, "E-NOT-FOUND"),
+        (errno.EIO, "E-IO"),
+        (None, "E-IO"),
+    ],
+)
+def test_each_error_of_the_system_has_its_code_and_names_the_file(
+    number: int | None, code: str, tmp_path: Path
+) -> None:
+    def fail(*name: str) -> None:
+        with os_errors("write the checkpoint in", tmp_path):
+            raise OSError(number, "reason", *name) if number else OSError("reason")
+
+    line = f"{code}: cannot write the checkpoint in {tmp_path}: reason; "
+    with pytest.raises(DataError, match=re.escape(line)) as raised:
+        fail()
+    assert raised.value.code == code
+    if number:
+        with pytest.raises(DataError, match=re.escape(f"in {tmp_path / 'file'}: reason; ")):
+            fail(str(tmp_path / "file"))
+
+
+def test_files_and_folders_can_be_synced_and_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    sync_path(tmp_path)
+    sync_path(tmp_path / "a")
+    with pytest.raises(FileNotFoundError):
+        sync_path(tmp_path / "b")

@@ -1,6 +1,7 @@
 """Preparation: every document ends up once, on its side, and can be traced; the rest is named."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from nmoe_data.errors import DataError
 from nmoe_data.loader import open_dataset
 from nmoe_data.prep import PrepProgress, prep
 from nmoe_data.shards import find_problems
-from nmoe_data.sources import document_id, sample_texts
+from nmoe_data.sources import document_id, list_files, sample_texts
 from nmoe_data.tokenizer import load_tokenizer, train_bpe
 from tokenizers import models
 
@@ -185,7 +186,7 @@ def test_a_bpe_named_by_size_is_the_one_trained_on_the_sample(
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
     result = prep(source, tmp_path / "o", tokenizer="bpe:320")
-    expected = train_bpe(sample_texts(source, 4 << 20), 320)
+    expected = train_bpe(sample_texts(list_files(source), 4 << 20), 320)
     assert load_tokenizer(result.tokenizer).hash == expected.hash
 
 
@@ -197,6 +198,10 @@ def test_progress_reaches_the_end(tmp_path: Path, make_texts, write_jsonl) -> No
     assert (seen[-1].documents, seen[-1].tokens) == (500, result.train_tokens)
     assert [p.bytes_done for p in seen] == sorted(p.bytes_done for p in seen)
     assert len(seen) > 2
+
+
+def stop(progress: PrepProgress) -> None:
+    raise KeyboardInterrupt
 
 
 ARGUMENTS = {"tokenizer": "bytes", "held_out": 0.1, "shard_tokens": 3000}
@@ -215,9 +220,6 @@ def test_other_arguments_in_the_same_folder_are_refused_by_name(
     other: dict, finished: bool, tmp_path: Path, make_texts, write_jsonl, tree
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
-
-    def stop(progress: PrepProgress) -> None:
-        raise KeyboardInterrupt
 
     if finished:
         prep(source, tmp_path / "o", **ARGUMENTS)
@@ -241,18 +243,88 @@ def test_a_finished_folder_is_returned_untouched(
     assert second.reused
     assert (second.train_tokens, second.documents) == (first.train_tokens, first.documents)
     assert tree(tmp_path / "o") == before
-    (tmp_path / "o" / "train" / "shard-00000.npy").write_bytes(b"")
-    with pytest.raises(DataError, match="E-SHARD-LAYOUT"):
-        prep(source, tmp_path / "o", **ARGUMENTS)
+    for name in ("shard-00000.npy", "shard-00000.idx.npy"):
+        (tmp_path / "o" / "train" / name).write_bytes(b"")
+        with pytest.raises(DataError, match=f"E-SHARD-LAYOUT.*{name}"):
+            prep(source, tmp_path / "o", **ARGUMENTS)
+        (tmp_path / "o" / "train" / name).write_bytes(before[f"train/{name}"])
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_a_source_folder_that_holds_the_output_is_read_without_it(
+    tokenizer: str, tmp_path: Path, make_texts, write_jsonl, tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    arguments = {"tokenizer": tokenizer, "exclude": [Path("run")]}
+    with pytest.raises(KeyboardInterrupt):
+        prep(".", Path("out"), progress=stop, **arguments)
+    (tmp_path / "run" / "log.txt").write_text("written by the caller meanwhile")
+    first = prep(".", Path("out"), **arguments)
+    assert first.documents == 300
+    before = tree(tmp_path / "out")
+    again = prep(".", Path("out"), **arguments)
+    assert (again.reused, tree(tmp_path / "out")) == (True, before)
+    assert [s["name"] for s in open_dataset(first.train).manifest.sources] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["unfinished", "finished"])
+def test_a_source_typed_in_another_way_is_the_same_source(
+    finished: bool, tmp_path: Path, make_texts, write_jsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "in" / "a.jsonl", make_texts(300))
+    write_jsonl(tmp_path / "in" / "b.jsonl", make_texts(10, seed=1))
+    shutil.copytree(tmp_path / "in", tmp_path / "other")
+    monkeypatch.chdir(tmp_path)
+    arguments = {"tokenizer": "bpe:300", "held_out": 0.1}
+    if finished:
+        prep("./in", Path("out"), **arguments)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            prep("./in", Path("out"), progress=stop, **arguments)
+        # As after a kill before the tokenizer was saved: it is trained once more.
+        Path("out", "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"E-OUT-DIFFERS.*'\./in'.*'other'"):
+        prep("other", Path("out"), **arguments)
+    for spelling in ("in", "in/", "other/../in", tmp_path / "in"):
+        result = prep(spelling, Path("out"), **arguments)
+        assert result.documents == 310
+    manifest = open_dataset(result.train).manifest
+    assert manifest.arguments["sources"] == ["./in"]
+    assert [source["root"] for source in manifest.sources] == ["./in", "./in"]
+
+
+def test_a_folder_named_like_the_word_for_the_library_is_another_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python-stdlib").mkdir()
+    (tmp_path / "python-stdlib" / "a.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    prep("./python-stdlib", Path("out"), tokenizer="bytes")
+    with pytest.raises(DataError, match=r"E-OUT-DIFFERS.*'python-stdlib'"):
+        prep("python-stdlib", Path("out"), tokenizer="bytes", limit_bytes=1)
+
+
+def test_the_sources_are_listed_once(
+    tmp_path: Path, make_texts, write_jsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "in" / "a.jsonl", make_texts(100))
+    walked, walk = [], Path.rglob
+
+    def counted(folder: Path, pattern: str):
+        walked.append(folder)
+        return walk(folder, pattern)
+
+    monkeypatch.setattr(Path, "rglob", counted)
+    prep(tmp_path / "in", tmp_path / "out", tokenizer="bpe:300")
+    assert walked == [tmp_path / "in"]
 
 
 def test_a_source_that_changed_since_the_run_was_begun_is_refused(
     tmp_path: Path, make_texts, write_jsonl
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
-
-    def stop(progress: PrepProgress) -> None:
-        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prep(source, tmp_path / "o", progress=stop, **ARGUMENTS)
@@ -261,7 +333,7 @@ def test_a_source_that_changed_since_the_run_was_begun_is_refused(
     with pytest.raises(DataError, match="E-SOURCE-CHANGED"):
         prep(source, tmp_path / "o", **ARGUMENTS)
     source.write_bytes(original + b"\n")
-    with pytest.raises(DataError, match=r"E-OUT-DIFFERS.*source-files"):
+    with pytest.raises(DataError, match=r"E-SOURCE-CHANGED.*source files"):
         prep(source, tmp_path / "o", **ARGUMENTS)
     source.write_bytes(original)
     assert prep(source, tmp_path / "o", **ARGUMENTS).documents == 300
@@ -297,12 +369,6 @@ def test_a_source_without_usable_text_says_so_and_leaves_the_reasons(
     assert prep(tmp_path / "in", tmp_path / "o", tokenizer="bytes").documents == 1
 
 
-def test_text_that_all_falls_into_the_held_out_side_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=r"E-NO-TEXT.*held-out"):
-        prep(tmp_path / "a.txt", tmp_path / "o", tokenizer="bytes", held_out=0.999999)
-
-
 def test_a_text_of_one_character_is_a_dataset_of_two_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     result = prep(tmp_path / "a.txt", tmp_path / "o", tokenizer="bytes", held_out=0.000001)
@@ -328,3 +394,25 @@ def test_two_runs_cannot_write_one_folder_at_once(tmp_path: Path, make_texts, wr
     with pytest.raises(DataError, match="E-OUT-BUSY"):
         prep(source, tmp_path / "o", progress=again, **ARGUMENTS)
     assert prep(source, tmp_path / "o", **ARGUMENTS).documents == 10
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_single_document_trains_whatever_its_hash(tmp_path: Path, number: int) -> None:
+    source = tmp_path / "book.txt"
+    source.write_text(f"the only document, number {number}\n" * 50)
+    result = prep(source, tmp_path / "out", tokenizer="bytes", held_out=0.9)
+    assert result.train_tokens > 0 and result.held_out_tokens == 0
+
+
+def test_copies_of_the_first_document_train_with_it(tmp_path: Path) -> None:
+    source = tmp_path / "texts"
+    source.mkdir()
+    for name in "abcd":
+        (source / f"{name}.txt").write_text("the same text in every file\n")
+    result = prep(source, tmp_path / "out", tokenizer="bytes", held_out=0.9999)
+    assert result.documents == 4 and result.held_out_tokens == 0
+
+
+def test_a_device_is_no_source(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="E-SOURCE-KIND: /dev/zero"):
+        prep("/dev/zero", tmp_path / "out", tokenizer="bytes")

@@ -139,6 +139,13 @@ def _edit_manifest(folder: Path, change) -> None:
     path.write_bytes(orjson.dumps(content))
 
 
+def _wider(array: np.ndarray) -> np.ndarray:
+    """The same rows in a dtype of another size."""
+    if array.dtype.names is None:
+        return array.astype(np.uint32)
+    return array.astype([(name, "<u8") for name in array.dtype.names])
+
+
 SHARD, INDEX = "shard-00001.npy", "shard-00001.idx.npy"
 
 
@@ -151,28 +158,28 @@ def test_one_flipped_bit_is_found_and_the_shard_named(name: str, place: int, fol
     problems = find_problems(folder)
     assert problems
     assert all(name in problem for problem in problems if "CHECKSUM" in problem)
-    if name == SHARD:
-        with pytest.raises(DataError, match=SHARD):
-            open_dataset(folder, verify=True)
+    with pytest.raises(DataError, match=f"E-SHARD.*{name}"):
+        open_dataset(folder, verify=True)
 
 
+@pytest.mark.parametrize("name", [SHARD, INDEX])
 @pytest.mark.parametrize(
     "damage",
     [
         lambda path: path.unlink(),
         lambda path: path.write_bytes(path.read_bytes()[:-2]),
         lambda path: path.write_bytes(b""),
-        lambda path: np.save(path, np.load(path).astype(np.uint32)),
+        lambda path: np.save(path, _wider(np.load(path))),
         lambda path: np.save(path, np.load(path)[:-1]),
         lambda path: np.save(path, np.load(path)[None]),
     ],
     ids=["missing", "cut", "empty", "wide", "short", "matrix"],
 )
-def test_a_shard_of_the_wrong_shape_is_refused_when_opened(damage, folder: Path) -> None:
-    damage(folder / SHARD)
-    with pytest.raises(DataError, match=f"E-SHARD-.*{SHARD}"):
+def test_a_file_of_the_wrong_shape_is_refused_when_opened(damage, name: str, folder: Path) -> None:
+    damage(folder / name)
+    with pytest.raises(DataError, match=f"E-SHARD-.*{name}"):
         open_dataset(folder)
-    assert any(SHARD in problem for problem in find_problems(folder))
+    assert any(name in problem for problem in find_problems(folder))
 
 
 def test_an_id_past_the_vocabulary_is_named_when_read(folder: Path) -> None:

@@ -311,20 +311,54 @@ def test_the_listing_hash_sees_names_and_sizes(tmp_path: Path) -> None:
     assert len(hashes) == 3
 
 
-def test_a_sample_is_deterministic_spread_and_near_its_size(tmp_path: Path, make_texts) -> None:
+def test_the_listing_hash_sees_which_source_a_file_is_in_but_not_how_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one/a.txt", "one/b.txt", "two/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("same size")
+    monkeypatch.chdir(tmp_path)
+    before = listing_hash(list_files(["one", "two"]))
+    assert listing_hash(list_files(["./one/", str(tmp_path / "two")])) == before
+    (tmp_path / "one" / "b.txt").rename(tmp_path / "two" / "b.txt")
+    assert listing_hash(list_files(["one", "two"])) != before
+
+
+def test_folders_below_a_source_are_left_out_when_excluded(tmp_path: Path) -> None:
+    for name in ("a.txt", "run/b.txt", "run/deep/c.txt", "runner/d.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+
+    def names(source: Path, *exclude: Path) -> list[str]:
+        return [file.name for file in list_files(source, exclude)]
+
+    assert names(tmp_path / "in", tmp_path / "in" / "run") == ["a.txt", "runner/d.txt"]
+    assert names(tmp_path / "link", tmp_path / "in" / "run") == ["a.txt", "runner/d.txt"]
+    assert names(tmp_path / "in" / "run", tmp_path / "in") == ["b.txt", "deep/c.txt"]
+    assert names(tmp_path / "in" / "run", tmp_path / "other") == ["b.txt", "deep/c.txt"]
+    with pytest.raises(DataError, match=r"E-SOURCE-EMPTY.*left out"):
+        list_files(tmp_path / "in", [tmp_path / "in"])
+
+
+def test_a_sample_is_deterministic_spread_and_near_its_size(
+    tmp_path: Path, make_texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = make_texts(400)
     for number, text in enumerate(texts):
         (tmp_path / f"{number:03}.txt").write_text(text, newline="")
     budget = sum(len(text.encode()) for text in texts) // 4
-    sample = list(sample_texts(tmp_path, budget, seed=1))
-    assert sample == list(sample_texts(tmp_path, budget, seed=1))
-    assert sample != list(sample_texts(tmp_path, budget, seed=2))
+    sample = list(sample_texts(list_files(tmp_path), budget, seed=1))
+    assert sample == list(sample_texts(list_files(tmp_path), budget, seed=1))
+    assert sample != list(sample_texts(list_files(tmp_path), budget, seed=2))
+    monkeypatch.chdir(tmp_path)
+    assert sample == list(sample_texts(list_files("."), budget, seed=1))
     assert set(sample) <= set(texts)
     assert budget <= sum(len(text.encode()) for text in sample) < budget * 1.1
     places = sorted(texts.index(text) for text in sample)
     assert places[0] < 40
     assert places[-1] > 360
-    assert sorted(sample_texts(tmp_path, 10**9)) == sorted(texts)
+    assert sorted(sample_texts(list_files(tmp_path), 10**9)) == sorted(texts)
 
 
 def test_a_sample_of_one_file_reaches_past_its_head(
@@ -332,5 +366,5 @@ def test_a_sample_of_one_file_reaches_past_its_head(
 ) -> None:
     texts = make_texts(800)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
-    sample = list(sample_texts(path, path.stat().st_size // 8))
+    sample = list(sample_texts(list_files(path), path.stat().st_size // 8))
     assert texts.index(sample[-1]) > 400

@@ -32,7 +32,7 @@ def test_quickstart_learns_and_its_run_opens_in_the_dashboards_query(
     query = "select name, step from runs"
     command = [sys.executable, "-m", "nviz", "query", str(run.parent), query, "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(result.stdout) == [{"name": "first", "step": record["steps"]}]
+    assert json.loads(result.stdout) == {"name": "first", "step": record["steps"]}
 
 
 def nul_bytes(folder: Path) -> None:
@@ -46,7 +46,7 @@ def one_character(folder: Path) -> None:
 WRONG_TEXT = {
     "empty folder": (lambda folder: None, "E-SOURCE-EMPTY"),
     "a file of NUL bytes": (nul_bytes, "E-NO-TEXT"),
-    "one character": (one_character, "E-DATA-TOO-SMALL"),
+    "one character": (one_character, "E-DATA-HELD-OUT"),
 }
 
 

@@ -1,9 +1,14 @@
 """Which backend is picked, what is said about it, and the doctor command."""
 
 import logging
+import os
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
+import nmoe_kernels
 import pytest
 import torch
 from nmoe_kernels import KernelError, MoE, RouterConfig, cli, describe, hardware, pick_backend
@@ -114,6 +119,32 @@ def test_ctrl_c_is_one_line_and_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_the_version_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["nmoe-kernels", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert (stop.value.code, capsys.readouterr().out) == (0, nmoe_kernels.__version__ + "\n")
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "nmoe_kernels", "--version"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_each_declared_dependency_is_imported():
+    package = Path(nmoe_kernels.__file__).parent
+    project = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    source = "\n".join(path.read_text() for path in package.rglob("*.py"))
+    for requirement in (*project["dependencies"], *(line for extra in extras for line in extra)):
+        name = re.match(r"[\w-]+", requirement)[0].replace("-", "_")
+        assert re.search(rf"^\s*(import|from) {name}\b", source, re.MULTILINE), name
+
+
 def test_help_does_not_load_torch():
     code = (
         "import sys; from nmoe_kernels.cli import app; app(['--help'], standalone_mode=False);"
@@ -125,8 +156,6 @@ def test_help_does_not_load_torch():
 
 
 def test_every_public_name_is_there():
-    import nmoe_kernels
-
     assert all(getattr(nmoe_kernels, name) for name in nmoe_kernels.__all__)
     with pytest.raises(AttributeError):
         _ = nmoe_kernels.absent

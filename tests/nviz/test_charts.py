@@ -11,6 +11,7 @@ from nviz.charts import (
     PALETTE,
     Panel,
     View,
+    add_baseline,
     layer_loads_figure,
     load_map_figure,
     panel_figure,
@@ -116,6 +117,15 @@ def test_log_scale_is_used_only_where_it_makes_sense() -> None:
     assert with_log is not None and without is not None
     assert with_log.figure.layout.yaxis.type == "log"
     assert without.figure.layout.yaxis.type != "log"
+
+
+def test_a_baseline_spans_the_curves_at_its_height_on_a_log_scale_too() -> None:
+    drawing = panel_figure(made({"loss/train": np.array([9.0, 5.0, 3.0])}), LOSS, View(log=True))
+    assert drawing is not None
+    add_baseline(drawing.figure, 6.5, "unigram baseline")
+    line = drawing.figure.data[-1]
+    assert (list(line.x), list(line.y), line.line.dash) == ([0, 2], [6.5, 6.5], "dash")
+    assert line.name == "unigram baseline" and drawing.figure.layout.showlegend
 
 
 def test_names_are_escaped_for_plotly() -> None:

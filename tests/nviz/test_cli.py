@@ -5,26 +5,61 @@ import io
 import json
 import math
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from nviz.cli import check_host, is_loopback
+from browser import free_port
+from nviz import __version__
+from nviz.cli import check_host, is_loopback, main
 from nviz.errors import VizError
 from run_folder import RunFolder, record
 
 
-def nviz(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the program as a user does."""
-    environment = {key: value for key, value in os.environ.items() if key != "NVIZ_TOKEN"}
-    return subprocess.run(
+@dataclass
+class Ended:
+    """What a command printed, and the code it ended with."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Nviz = Callable[..., Ended]
+
+
+@pytest.fixture
+def nviz(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Nviz:
+    """Runs the program's entry in this process, which saves seconds of imports a test."""
+    monkeypatch.delenv("NVIZ_TOKEN", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["nviz", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert isinstance(end.value.code, int)
+        return Ended(end.value.code, *capsys.readouterr())
+
+    return run
+
+
+def started(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    """The program as a user starts it."""
+    return subprocess.Popen(
         [sys.executable, "-m", "nviz", *arguments],
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
-        env=environment | {"COLUMNS": "200"},
-        timeout=120,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
 
 
@@ -39,7 +74,7 @@ def runs(root: Path) -> Path:
 QUERY = 'SELECT r.name, step, "loss/train" AS loss FROM metrics JOIN runs r USING (run) ORDER BY 2'
 
 
-def test_a_query_prints_a_table_json_lines_or_csv(runs: Path) -> None:
+def test_a_query_prints_a_table_json_lines_or_csv(runs: Path, nviz: Nviz) -> None:
     # SELECT r.name: `step` is in both views, so it is ambiguous unless qualified.
     query = QUERY.replace(" step,", " metrics.step,")
     table = nviz("query", str(runs), query)
@@ -57,7 +92,7 @@ def test_a_query_prints_a_table_json_lines_or_csv(runs: Path) -> None:
     ]
 
 
-def test_an_empty_root_can_be_asked(root: Path) -> None:
+def test_an_empty_root_can_be_asked(root: Path, nviz: Nviz) -> None:
     answer = nviz("query", str(root), "SELECT count(*) AS n FROM runs", "--csv")
     assert answer.stdout == "n\n0\n"
 
@@ -75,7 +110,7 @@ def test_an_empty_root_can_be_asked(root: Path) -> None:
     ],
 )
 def test_errors_start_with_a_code_and_exit_with_two(
-    root: Path, arguments: list[str], code: str
+    root: Path, nviz: Nviz, arguments: list[str], code: str
 ) -> None:
     paths = {"MISSING": str(root / "no"), "ROOT": str(root)}
     result = nviz(*[paths.get(argument, argument) for argument in arguments])
@@ -85,7 +120,7 @@ def test_errors_start_with_a_code_and_exit_with_two(
     assert result.stdout == ""
 
 
-def test_a_port_in_use_is_one_clear_error(root: Path) -> None:
+def test_a_port_in_use_is_one_clear_error(root: Path, nviz: Nviz) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -107,6 +142,51 @@ def test_any_other_host_needs_a_token(host: str) -> None:
         with pytest.raises(VizError, match="E-HOST-TOKEN"):
             check_host(host, missing)
     check_host(host, "secret")
+
+
+def test_the_version_is_one_line(nviz: Nviz) -> None:
+    assert nviz("--version") == Ended(0, f"{__version__}\n", "")
+
+
+def test_ctrl_c_during_a_query_is_one_line_and_130(runs: Path, nviz: Nviz) -> None:
+    late = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    late.start()
+    ended = nviz("query", str(runs), "SELECT count(*) FROM range(1000000000000) WHERE random() > 2")
+    assert not late.is_alive()
+    assert ended == Ended(130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_ctrl_c_while_serving_is_one_line_and_130(runs: Path, early: bool) -> None:
+    port = free_port()
+    process = started("serve", str(runs), "--port", str(port))
+    assert process.stdout is not None
+    if early:
+        wait_until_blocked(process.pid)
+    else:
+        assert process.stdout.readline() == f"nviz serves at http://127.0.0.1:{port}\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (errors, process.returncode) == ("interrupted\n", 130)
+
+
+def wait_until_blocked(pid: int) -> None:
+    """Waits until the process blocks SIGINT, which it does before the server starts."""
+    mask = 0
+    while not mask & 1 << (signal.SIGINT - 1):
+        found = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        assert found
+        mask = int(found[1], 16)
+        time.sleep(0.01)
+
+
+def test_a_reader_that_leaves_is_no_error_to_speak_of(runs: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = started("query", str(runs), "SELECT 1", "--csv", stdout=writer)
+    os.close(writer)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 1
 
 
 def test_help_and_errors_do_not_load_streamlit_or_duckdb() -> None:

@@ -40,6 +40,33 @@ def test_the_later_attempt_wins_from_its_first_step_on(root: Path) -> None:
     assert curves.latest(data.connection, 0, ["loss/train"]) == {"loss/train": 1130.0}
 
 
+def test_evaluations_behind_a_resume_are_left_out_and_a_later_one_wins(root: Path) -> None:
+    run = RunFolder(root, "a")
+    for step, loss in ((10, 5.0), (20, 4.0), (30, 3.0)):
+        run.event("eval", step, **{"loss/validation": loss})
+    run.event("resume", 20)
+    run.event("eval", 25, **{"loss/validation": float("nan")})
+    run.event("eval", 20, **{"loss/validation": 3.9})
+    run.event("eval", 40)
+    run.event("checkpoint", 10, commit_ms=1.0)
+    found = curves.evaluations(opened(run).connection)
+    assert found.pop(25) != found.get(25), "not a number"
+    assert found == {10: 5.0, 20: 3.9}
+
+
+def test_an_evaluation_between_records_is_placed_between_them(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.append(record(10), record(20), record(30))
+    run.append(record(20, tokens=99_999_999), attempt=2)
+    data = opened(run)
+    for axis, x in (("step", 15.0), ("tokens", (4096 * 11 + 99_999_999) / 2)):
+        found = curves.table(data.connection, ["loss/train"], 0, axis)
+        found = curves.with_evaluations(found, {15: 2.5}, axis)
+        shown = curves.curve(found, "loss/validation", ~found.superseded)
+        assert (shown.x.tolist(), shown.y.tolist()) == ([x], [2.5])
+        assert len(curves.curve(found, "loss/train", ~found.superseded).x) == 2
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_superseded_rows_agree_with_a_plain_count(root: Path, seed: int) -> None:
     drawn = random.Random(seed)

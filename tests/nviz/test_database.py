@@ -27,6 +27,13 @@ def test_views_hold_all_runs_with_their_differing_metrics(root: Path) -> None:
     assert found == [("it's b", "3")]
 
 
+def test_the_newest_runs_can_be_listed(root: Path) -> None:
+    RunFolder(root, "b", name="old", started_unix_s=1e9, step=3, status="completed")
+    RunFolder(root, "a", name="new", started_unix_s=2e9, step=7)
+    rows = database(root).query("select name, step, status from runs order by started_unix_s desc")
+    assert [row[:2] for row in rows.rows] == [("new", 7), ("old", 3)]
+
+
 def test_superseded_and_repeated_rows_are_told_apart(root: Path) -> None:
     run = RunFolder(root, "a")
     run.append(*[record(step) for step in range(10)])

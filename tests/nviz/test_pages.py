@@ -1,5 +1,6 @@
 """Each page run headless over real run folders, in good states and bad ones."""
 
+import json
 import math
 import re
 import shutil
@@ -99,6 +100,55 @@ def test_a_run_shows_its_values_and_curves(root: Path, open_page: Open) -> None:
     assert expected <= set(titles(app))
     assert charts(app) == 7
     assert "non-finite" not in texts(app)
+
+
+def loss_lines(app: AppTest) -> dict[str, tuple[list[float], list[float]]]:
+    """x and y of the lines of the first chart, by name."""
+    figure = json.loads(app.get("plotly_chart")[0].proto.spec)
+    return {line["name"]: (line["x"], line["y"]) for line in figure["data"]}
+
+
+def test_evaluations_are_marks_and_the_unigram_loss_is_a_line(root: Path, open_page: Open) -> None:
+    results = {"loss/validation": 2.25, "loss/unigram": 6.5}
+    run = RunFolder(root, "a", status="completed", results=results)
+    run.append(record(1), record(2, loss__validation=3.5), *map(record, range(3, 7)))
+    run.event("eval", 2, **{"loss/validation": 3.5})
+    run.event("eval", 4, **{"loss/validation": 2.75})
+    run.event("eval", 6, **{"loss/validation": 2.25})
+    app = open_page("run", run="a")
+    lines = loss_lines(app)
+    assert lines["validation"] == ([2, 4, 6], [3.5, 2.75, 2.25])
+    assert lines["unigram baseline"] == ([1, 6], [6.5, 6.5])
+    assert {item.label: item.value for item in app.metric}["Validation loss"] == "2.250"
+    tokens = loss_lines(open_page("run", run="a", x="Tokens"))["validation"][0]
+    assert tokens == [record(step)["tokens"] for step in (2, 4, 6)]
+
+
+def test_an_evaluation_that_only_an_event_holds_is_shown(root: Path, open_page: Open) -> None:
+    run = RunFolder(root, "a")
+    run.append(*map(record, range(1, 4)))
+    run.event("eval", 9, **{"loss/validation": 2.5})
+    app = open_page("run", run="a")
+    assert loss_lines(app)["validation"] == ([9], [2.5])
+    assert {item.label: item.value for item in app.metric}["Validation loss"] == "2.500"
+
+
+def test_loss_terms_say_that_they_are_unscaled(root: Path, open_page: Open) -> None:
+    RunFolder(root, "a").append(record(0), record(1))
+    app = open_page("run", run="a")
+    assert "before their coefficients" in texts(app)
+    names = "".join(chart.proto.spec for chart in app.get("plotly_chart"))
+    assert "balance, unscaled" in names and "z-loss, unscaled" in names
+
+
+def test_dropped_tokens_are_a_panel_only_where_they_are_recorded(
+    root: Path, open_page: Open
+) -> None:
+    RunFolder(root, "a").append(record(0), record(1))
+    RunFolder(root, "b").append(*[record(step, router__dropped=None) for step in range(2)])
+    assert "Dropped tokens" in titles(open_page("router", run="a"))
+    without = titles(open_page("router", run="b"))
+    assert "Router entropy" in without and "Dropped tokens" not in without
 
 
 def test_nan_and_infinity_are_counted_with_their_steps(root: Path, open_page: Open) -> None:

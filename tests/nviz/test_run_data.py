@@ -164,6 +164,48 @@ def test_a_replaced_live_file_is_read_from_its_start(root: Path) -> None:
     assert counted(data, '"loss/train"')[0] == (9.0,)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_live_file_replaced_by_a_longer_one_is_read_whole(root: Path, in_place: bool) -> None:
+    run = RunFolder(root, "a")
+    live = run.path / "metrics" / "1-0.jsonl"
+    run.append(record(0))
+    data = opened(run)
+    first = 1
+    for count in (2, 5, 11, 60):
+        rows = [json.dumps(record(step)) + "\n" for step in range(first, first + count)]
+        # Written in place, the inode stays, as it does when a deleted file's is given out again.
+        target = live if in_place else live.with_suffix(".partial")
+        target.write_text("".join(rows))
+        target.replace(live)
+        data.refresh()
+        first += count
+        assert counted(data, "step") == [(step,) for step in range(first)]
+    assert not data.problems()
+
+
+def test_a_replaced_file_with_the_same_first_rows_is_read_whole(root: Path) -> None:
+    run = RunFolder(root, "a")
+    live = run.path / "metrics" / "1-0.jsonl"
+    run.append(*[record(step) for step in range(40)])
+    data = opened(run)
+    rows = [json.dumps(record(step)) + "\n" for step in (*range(20), *range(120, 200))]
+    live.write_text("".join(rows))
+    data.refresh()
+    assert counted(data, "step") == [(step,) for step in (*range(40), *range(120, 200))]
+
+
+def test_a_replaced_file_that_differs_in_its_first_row_only_is_read_again(root: Path) -> None:
+    run = RunFolder(root, "a")
+    live = run.path / "metrics" / "1-0.jsonl"
+    run.append(record(0, loss=1.5), *[record(step) for step in range(1, 40)])
+    data = opened(run)
+    live.write_text(live.read_text().replace('"loss/train": 1.5,', '"loss/train": 2.5,', 1))
+    run.append(record(40))
+    data.refresh()
+    assert counted(data, 'step, "loss/train"')[0] == (0, 2.5)
+    assert counted(data, "step")[-1] == (40,)
+
+
 def test_rows_are_not_lost_if_they_could_not_be_stored_once(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,8 +45,7 @@ ORDER = {
         "__main__",
     ],
     "nmoe_train": [
-        "errors randomness",
-        "files",
+        "errors randomness interrupt",
         "config presets",
         "model",
         "data",
@@ -59,7 +58,7 @@ ORDER = {
         "__main__",
     ],
     "nviz": [
-        "errors",
+        "errors variables",
         "formats",
         "store",
         "queries",

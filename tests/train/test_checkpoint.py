@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -183,13 +184,22 @@ class Crash(BaseException):
     """The end of the process, as far as the code under test can tell."""
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_a_crash_at_any_flush_leaves_a_sound_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
-) -> None:
-    import nmoe_train.files as files
+def killed(_: object) -> None:
+    """The end of a process without a last word."""
+    os._exit(9)
 
-    flush = files.os.fsync
+
+def raised(_: object) -> None:
+    """An error or an interrupt, after which the code cleans up."""
+    raise Crash
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("end", [killed, raised])
+def test_a_crash_at_any_flush_leaves_a_sound_checkpoint(
+    tmp_path: Path, fork: Callable[..., Any], keep: int, end: Callable[[object], None]
+) -> None:
+    flush = os.fsync
     survived: list[int] = []
     for deadly in range(1, 100):
         root = tmp_path / str(deadly)
@@ -200,16 +210,18 @@ def test_a_crash_at_any_flush_leaves_a_sound_checkpoint(
             nonlocal left
             left -= 1
             if left == 0:
-                raise Crash
+                end(descriptor)
             flush(descriptor)
 
-        monkeypatch.setattr(files.os, "fsync", dying)
-        try:
+        def write_until_death(root: Path = root) -> None:
+            os.fsync = dying
             write(root, 4, keep=keep)
-            finished = True
-        except Crash:
-            finished = False
-        monkeypatch.setattr(files.os, "fsync", flush)
+
+        finished = fork(write_until_death).wait()[0] == 0
+        if end is raised and not finished:
+            folders = [path.name for path in root.iterdir()]
+            complete = [path.name for path in complete_checkpoints(root)]
+            assert sorted(folders) == sorted(complete) or "step-00000004" in complete
         checkpoint, problems = newest_sound_checkpoint(root)
         assert checkpoint is not None and problems == []
         survived.append(checkpoint.step)
@@ -220,7 +232,7 @@ def test_a_crash_at_any_flush_leaves_a_sound_checkpoint(
         if finished:
             break
     assert finished
-    assert survived.count(2) >= 4, "between the tensors' flush and that of COMPLETE"
+    assert survived.count(2) >= 3, "between the tensors' flush and that of COMPLETE"
     assert survived == sorted(survived)
 
 
@@ -264,6 +276,19 @@ def binary_meta(folder: Path) -> Path:
     return folder / "meta.json"
 
 
+def folder_for_body(folder: Path) -> Path:
+    """A file that the system cannot read, even for the super-user."""
+    file = remove_body(folder)
+    file.mkdir()
+    return file
+
+
+def folder_for_meta(folder: Path) -> Path:
+    (folder / "meta.json").unlink()
+    (folder / "meta.json").mkdir()
+    return folder / "meta.json"
+
+
 def other_update_count(folder: Path) -> Path:
     file = folder / "meta.json"
     file.write_text(file.read_text().replace('"updates": 2', '"updates": 3'))
@@ -280,6 +305,8 @@ DAMAGES = pytest.mark.parametrize(
         empty_meta,
         list_for_meta,
         binary_meta,
+        folder_for_body,
+        folder_for_meta,
         other_update_count,
     ],
 )
@@ -356,15 +383,75 @@ def test_a_save_that_fails_removes_nothing(tmp_path: Path, monkeypatch: pytest.M
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             write(tmp_path, 4, keep=1)
-    assert steps_in(tmp_path) == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_incomplete_folders_do_not_count_as_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["meta.json", "COMPLETE"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_save_that_fails_late_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, error: BaseException
+) -> None:
+    import nmoe_train.checkpoint.folder as module
+
+    write(tmp_path, 2, keep=1)
+    real = module.atomic_write
+
+    def failing(path: Path, content: bytes) -> None:
+        if path.name == file:
+            raise error
+        real(path, content)
+
+    monkeypatch.setattr(module, "atomic_write", failing)
+    with pytest.raises(type(error)):
+        write(tmp_path, 4, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_incomplete_older_folders_are_removed_and_do_not_count_as_kept(tmp_path: Path) -> None:
     write(tmp_path, 2, 4, keep=2)
-    shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000005")
-    (tmp_path / "step-00000005" / "COMPLETE").unlink()
+    for step in (3, 5):
+        folder = tmp_path / f"step-{step:08d}"
+        shutil.copytree(tmp_path / "step-00000004", folder)
+        (folder / "COMPLETE").unlink()
     write(tmp_path, 6, keep=2)
-    assert steps_in(tmp_path) == [6, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_newer_checkpoint_never_pushes_out_a_sound_one(tmp_path: Path, keep: int) -> None:
+    write(tmp_path, 2, 8)
+    damage_body(tmp_path / "step-00000008")
+    for step in (4, 6):
+        # Steps made again after the resume from step 2.
+        write(tmp_path, step, keep=keep)
+        checkpoint, problems = newest_sound_checkpoint(tmp_path)
+        assert checkpoint is not None and checkpoint.step == step
+        assert len(problems) == 1
+        assert steps_in(tmp_path)[: keep + 1] == [8, *range(step, step - 2 * keep, -2)]
+        assert len(steps_in(tmp_path)) == keep + 1
+    write(tmp_path, 8, keep=keep)
+    assert steps_in(tmp_path) == [8, 6, 4][:keep]
+    assert newest_sound_checkpoint(tmp_path)[1] == []
+
+
+def give_version(folder: Path, version: int) -> None:
+    """Makes the checkpoint one of another format, with checksums that fit."""
+    meta = json.loads((folder / "meta.json").read_text()) | {"schema_version": version}
+    content = json.dumps(meta).encode()
+    (folder / "meta.json").write_bytes(content)
+    (folder / "COMPLETE").write_text(hashlib.sha256(content).hexdigest())
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, 2, 4, 6)
+    give_version(tmp_path / "step-00000004", 2)
+    assert newest_sound_checkpoint(tmp_path)[1] == [], "an older folder's format is no matter"
+    damage_body(tmp_path / "step-00000006")
+    with pytest.raises(TrainError) as caught:
+        newest_sound_checkpoint(tmp_path)
+    assert caught.value.code == "E-CHECKPOINT-VERSION"
+    assert str(tmp_path / "step-00000004") in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

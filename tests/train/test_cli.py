@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and how it ends."""
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -171,13 +172,57 @@ def test_a_signal_saves_the_run_and_ends_with_its_number(
     os.kill(child.pid, number)
     exit_code, out, err = child.wait()
     assert exit_code == code, err
-    assert err == ("interrupted\n" if number == signal.SIGINT else "")
+    assert err == "interrupted\n"
     assert "finishing this step, then saving" in out
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "interrupted"
     saved = tmp_path / "run" / "checkpoints" / f"step-{record['step']:08d}" / "COMPLETE"
     assert saved.exists()
     assert f"saved at step {record['step']}" in out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("hook", ["preparation", "step"])
+def test_a_signal_that_stops_at_once_ends_with_its_number_too(
+    file: Write,
+    fork: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    hook: str,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    from nmoe_train.console import ConsoleObserver
+
+    (tmp_path / "text.txt").write_text("some text\n" * 2000)
+    overrides = {"data.text": str(tmp_path / "text.txt"), "data.tokenizer": "bytes"}
+    path = file(**overrides, **{"data.dir": str(tmp_path / "data")})
+    monkeypatch.setattr(sys, "argv", ["nmoe-train", "run", str(path)])
+    # The making of shards stops at the first one, the training at the second.
+    times = 2 if hook == "step" else 1
+
+    def stop(*_: object) -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+
+    def interrupted() -> None:
+        setattr(ConsoleObserver, hook, stop)
+        main()
+
+    exit_code, out, err = fork(interrupted).wait()
+    assert exit_code == code, err
+    assert err == "interrupted\n"
+    assert "the same command goes on from what was saved" in out
+    saved = tmp_path / "run" / "run.json"
+    assert saved.exists() == (hook == "step")
+    if saved.exists():
+        assert json.loads(saved.read_text())["status"] == "interrupted"
+    assert fork(main).wait()[0] == 0, "the same command goes on"
+
+
+def test_the_version_is_that_of_the_package(call: Call) -> None:
+    version = importlib.metadata.version("nmoe-train")
+    assert call("--version") == (0, f"{version}\n", "")
 
 
 def test_an_interrupt_outside_training_is_one_line(

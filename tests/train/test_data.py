@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nmoe_data.errors import DataError
 from nmoe_data.prep import PrepProgress
 from nmoe_train.config import Config
 from nmoe_train.data import TrainingData, prepare
@@ -66,6 +67,61 @@ def test_missing_shards_are_an_error(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(TrainError) as caught:
         prepare(tiny(**{"data.dir": str(tmp_path / "nothing")}), lambda _: None)
     assert caught.value.code == "E-DATA-MISSING"
+
+
+def flip_a_byte(data_dir: Path, folder: Path, part: str) -> Path:
+    """A copy of the shards in which one token of `part` is another one; returns that shard."""
+    shutil.copytree(data_dir, folder)
+    shard = folder / part / "shard-00000.npy"
+    content = bytearray(shard.read_bytes())
+    # The last token ends a document; the one before is a byte of text, and stays one.
+    content[-4] ^= 1
+    shard.write_bytes(bytes(content))
+    return shard
+
+
+@pytest.mark.parametrize("part", ["train", "held-out"])
+def test_a_shard_whose_bytes_changed_is_refused_at_every_start(
+    tiny: Tiny, data_dir: Path, tmp_path: Path, part: str
+) -> None:
+    shard = flip_a_byte(data_dir, tmp_path / "copy", part)
+    overrides = {"data.dir": str(tmp_path / "copy")}
+    with pytest.raises(DataError) as caught:
+        prepare(tiny(**overrides), lambda _: None)
+    assert caught.value.code == "E-SHARD-CHECKSUM"
+    assert str(shard) in str(caught.value)
+    trusted = prepare(tiny(**overrides, **{"data.verify": False}), lambda _: None)
+    assert trusted.train.tokens > 0
+
+
+def test_a_shard_that_changed_since_it_was_made_is_refused_when_the_run_starts_again(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    source = text(tmp_path / "text")
+    open_from(tiny, source, tmp_path / "out")
+    shard = tmp_path / "out" / "train" / "shard-00000.npy"
+    content = bytearray(shard.read_bytes())
+    content[-4] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(DataError) as caught:
+        open_from(tiny, source, tmp_path / "out")
+    assert caught.value.code == "E-SHARD-CHECKSUM"
+
+
+def test_one_long_document_is_validated_on_its_end(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one long document " * 40)
+    overrides = {"data.text": str(tmp_path / "text.txt"), "data.tokenizer": "bytes"}
+    settings = {"data.held_out": 0.1, "data.dir": str(tmp_path / "out")}
+    got = prepare(tiny(**overrides, **settings), lambda _: None)
+    # 720 bytes and the end of the document.
+    assert (got.train.tokens, got.held_out.tokens) == (649, 72)
+    end = got.held_out.read(0, 72).tolist()
+    assert bytes(end[:-1]) == (b"one long document " * 40)[-71:]
+    assert end[-1] == got.tokenizer.end_of_document_id
+    assert got.note == (
+        "too few documents to hold one out: validating on the last 72 tokens instead"
+    )
+    assert ", first 649 tokens" in got.fingerprint
 
 
 @pytest.fixture

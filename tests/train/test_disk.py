@@ -5,6 +5,7 @@ Where the system allows no such mount, the limit is that of the size of a file.
 """
 
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nmoe_data.errors import DataError
 from nmoe_train.checkpoint import newest_sound_checkpoint
 from nmoe_train.config import Config
-from nmoe_train.errors import TrainError
 from nmoe_train.loop import Outcome
 
 Tiny = Callable[..., Config]
@@ -69,10 +70,10 @@ class SmallDisk:
         assert libc.mount(None, bytes(self.folder), None, MS_REMOUNT_READ_ONLY, None) == 0
 
 
-def failure(run: Run, *arguments: Any) -> TrainError:
+def failure(run: Run, *arguments: Any) -> DataError:
     try:
         run(*arguments)
-    except TrainError as error:
+    except DataError as error:
         return error
     raise AssertionError("the run went through")
 
@@ -111,14 +112,14 @@ def test_a_full_disk_is_one_error_and_the_run_goes_on_once_there_is_space(
 
         error = failure(run, config, fill)
         gc.collect()
-        assert error.code == "E-NO-SPACE", error
+        assert error.code == "E-DISK-FULL", error
         assert str(config.run.dir) in str(error)
         assert "\n" not in str(error)
         checkpoint, problems = newest_sound_checkpoint(config.run.dir / "checkpoints")
         assert checkpoint is not None and checkpoint.step == goes_on_from
         assert problems == []
         # Still full: the same clear error, and nothing gets worse.
-        assert failure(run, config).code == "E-NO-SPACE"
+        assert failure(run, config).code == "E-DISK-FULL"
         disk.free()
         assert run(config).status == "completed"
         record = json.loads((config.run.dir / "run.json").read_text())
@@ -131,23 +132,74 @@ def test_a_full_disk_is_one_error_and_the_run_goes_on_once_there_is_space(
     assert (code, out, err) == (0, "", "")
 
 
-def test_a_full_device_under_one_file_of_metrics(tiny: Tiny, run: Run) -> None:
-    # /dev/full refuses every write, and needs no rights to use.
-    metrics = tiny().run.dir / "metrics"
-    metrics.mkdir(parents=True)
-    (metrics / "1-0.jsonl").symlink_to("/dev/full")
-    error = failure(run, tiny())
-    assert error.code == "E-NO-SPACE"
+def test_a_full_device_under_one_file_of_metrics(
+    tiny: Tiny, run: Run, rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    live = tiny().run.dir / "metrics" / "1-0.jsonl"
+
+    def put_on_a_full_device(record: dict[str, Any]) -> None:
+        # /dev/full refuses every write, and needs no rights to use.
+        if record["step"] == 3:
+            full = os.open("/dev/full", os.O_WRONLY)
+            for descriptor in Path("/proc/self/fd").iterdir():
+                if descriptor.resolve() == live:
+                    os.dup2(full, int(descriptor.name))
+            os.close(full)
+
+    error = failure(run, tiny(), put_on_a_full_device)
+    assert error.code == "E-DISK-FULL"
     record = json.loads((tiny().run.dir / "run.json").read_text())
     assert record["status"] == "failed"
     assert run(tiny()).status == "completed"
+    assert [row["step"] for row in rows(tiny().run.dir, 1)] == [1, 2, 3]
+    assert [row["step"] for row in rows(tiny().run.dir, 2)] == [3, 4, 5, 6]
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """From now on no file with this ending finds room."""
+    import nmoe_train.telemetry.metrics as module
+
+    real = module.atomic_write
+
+    def write(path: Path, content: bytes) -> None:
+        if path.name.endswith(suffix):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, content)
+
+    monkeypatch.setattr(module, "atomic_write", write)
+
+
+def test_a_disk_that_is_full_when_the_metrics_are_sealed_fails_the_run(
+    tiny: Tiny,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    events: Callable[[Path], list[dict[str, Any]]],
+    rows: Callable[..., list[dict[str, Any]]],
+) -> None:
+    with monkeypatch.context() as patch:
+        refuse(patch, ".parquet")
+        error = failure(run, tiny())
+    assert error.code == "E-DISK-FULL"
+    assert "1-0-000.parquet" in str(error)
+    record = json.loads((tiny().run.dir / "run.json").read_text())
+    assert (record["status"], record["step"]) == ("failed", 6)
+    assert [(e["event"], e.get("status")) for e in events(tiny().run.dir)][-2:] == [
+        ("fault", None),
+        ("end", "failed"),
+    ]
+    assert len(rows(tiny().run.dir, 1)) == 6
+    # All steps are saved, so what is left is to say so.
+    again = run(tiny())
+    assert (again.status, again.step) == ("completed", 6)
+    assert again.results.keys() == {"loss/validation", "loss/unigram"}
+    assert json.loads((tiny().run.dir / "run.json").read_text())["status"] == "completed"
 
 
 def test_a_run_folder_under_a_file_is_refused(tiny: Tiny, run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         error = failure(run, tiny(**{"run.dir": str(path)}))
-        assert error.code == "E-RUN-FOLDER"
+        assert error.code == "E-NOT-A-FOLDER"
         assert str(path) in str(error)
         assert "\n" not in str(error)
     assert (tmp_path / "file").read_text() == "text"
@@ -160,6 +212,6 @@ def test_a_read_only_disk_is_refused(
         disk = SmallDisk(tmp_path / "small", 1 << 20)
         disk.forbid()
         error = failure(run, tiny(**{"run.dir": str(tmp_path / "small" / "run")}))
-        assert error.code == "E-RUN-FOLDER", error
+        assert error.code == ("E-READ-ONLY" if disk.mounted else "E-PERMISSION"), error
 
     assert fork(scenario).wait() == (0, "", "")

@@ -10,6 +10,7 @@ from nmoe_data.loader import Loader
 from nmoe_data.tokenizer import Tokenizer
 from nmoe_train.config import Config
 from nmoe_train.data import TrainingData
+from nmoe_train.errors import TrainError
 from nmoe_train.eval import generate, validation_loss
 from nmoe_train.model import Transformer
 
@@ -59,6 +60,18 @@ def test_validation_leaves_no_trace(tiny: Tiny, build: Build, data: TrainingData
     assert len(losses) == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_documents_of_one_token_leave_nothing_to_predict(
+    tiny: Tiny, build: Build, data: TrainingData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = Loader(data.held_out, seq_len=LENGTH, seed=7)
+    end = data.tokenizer.end_of_document_id
+    monkeypatch.setattr(data.held_out, "read", lambda start, count, out: out.fill(end))
+    with pytest.raises(TrainError) as caught:
+        validation_loss(build(tiny()), loader, sequences=3, batch_size=2, chunk=11)
+    assert caught.value.code == "E-DATA-HELD-OUT"
+    assert "the 3 held-out sequences" in str(caught.value)
 
 
 @pytest.fixture

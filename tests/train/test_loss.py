@@ -1,12 +1,14 @@
 """Chunked cross-entropy against torch's own in fp64: the loss and both gradients."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from nmoe_train.model import chunked_cross_entropy
 from nmoe_train.model.loss import IGNORED
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TOKENS, WIDTH, VOCABULARY = 37, 24, 50
 
@@ -101,6 +103,51 @@ def test_without_gradients_the_loss_is_the_same() -> None:
     with torch.no_grad():
         quiet = chunked_cross_entropy(hidden, weight, targets, chunk=7)
     assert torch.equal(quiet, chunked_cross_entropy(hidden, weight, targets, chunk=7).detach())
+
+
+def products(grad: bool) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that a loss makes, by the system's own record of its operations."""
+    hidden, weight, targets = inputs()
+    shapes: list[tuple[int, ...]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, _: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                shapes.append(tuple(out.shape))
+            return out
+
+    with torch.set_grad_enabled(grad), Watch():
+        loss = chunked_cross_entropy(hidden, weight, targets, chunk=7)
+    assert (loss.grad_fn is not None) == grad
+    return shapes
+
+
+def test_without_gradients_none_are_made() -> None:
+    for shape in ((VOCABULARY, WIDTH), (TOKENS, WIDTH)):
+        assert shape in products(grad=True)
+        assert shape not in products(grad=False)
+
+
+def test_a_leaf_that_wants_no_gradient_costs_none() -> None:
+    hidden, weight, targets = inputs()
+    loss = chunked_cross_entropy(hidden.detach(), weight.detach(), targets, chunk=7)
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("count", [3, 1987])
+def test_in_bf16_both_gradients_carry_the_same_unrounded_factor(count: int) -> None:
+    # 1 / 1987 lies between two numbers of bf16, 0.2 % from the nearer one.
+    plain, divided = inputs(0.3, torch.bfloat16), inputs(0.3, torch.bfloat16)
+    chunked_cross_entropy(*plain, chunk=7).backward()
+    (chunked_cross_entropy(*divided, chunk=7) / count).backward()
+    factor = torch.tensor(1.0) / count
+    assert float(factor.bfloat16()) != float(factor)
+    for whole, part in zip(plain[:2], divided[:2], strict=True):
+        assert whole.grad is not None and part.grad is not None
+        assert torch.equal(part.grad, (whole.grad.float() * factor).to(part.dtype))
 
 
 def test_one_input_may_be_constant() -> None:

@@ -1,6 +1,7 @@
 """Small parts: named random numbers, the layout, the device, and what a person sees."""
 
 import io
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,14 @@ def test_more_processes_than_the_layout_has_are_refused() -> None:
         current_layout(ParallelConfig(), {"WORLD_SIZE": "2", "RANK": "1"})
     assert caught.value.code == "E-LAYOUT"
     assert current_layout(ParallelConfig(), {}) == Layout()
-    assert current_layout(ParallelConfig(), {}).is_first
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["one", "", "-1", "1.0"])
+def test_a_rank_that_is_no_number_is_refused_and_named(name: str, value: str) -> None:
+    with pytest.raises(TrainError, match=f"{name} is {value!r}") as caught:
+        current_layout(ParallelConfig(), {name: value})
+    assert caught.value.code == "E-LAYOUT"
 
 
 def test_a_data_rank_counts_replicas() -> None:
@@ -59,10 +67,29 @@ def test_a_data_rank_counts_replicas() -> None:
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
+    for name in ("auto", "cpu"):
+        assert pick_device(name, deterministic=True) == torch.device("cpu")
     with pytest.raises(TrainError) as caught:
-        pick_device("cuda")
+        pick_device("cuda", deterministic=True)
     assert caught.value.code == "E-DEVICE"
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_cuda_repeats_itself_where_the_run_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, tiny: Callable[..., Config], wanted: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    run = tiny(**({} if wanted else {"run.deterministic": False})).run
+    try:
+        assert pick_device("auto", deterministic=run.deterministic) == torch.device("cuda")
+        assert torch.are_deterministic_algorithms_enabled() == wanted
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == wanted
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(

@@ -2,9 +2,7 @@
 
 import json
 import os
-import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from nmoe_train.config import Config
 from nmoe_train.errors import TrainError
 from nmoe_train.loop import Outcome
-from nmoe_train.telemetry import RunFolder
 
 Tiny = Callable[..., Config]
 Run = Callable[..., Outcome]
@@ -123,34 +120,32 @@ def test_crash_upon_crash(tiny: Tiny, run: Run, same_end: Callable[..., None]) -
     same_end(tiny())
 
 
-@pytest.mark.parametrize("flush", [1, 3, 6])
+@pytest.mark.parametrize("flush", [1, 3, 5, 7, 8])
 def test_a_crash_in_the_middle_of_a_save(
     tiny: Tiny,
     run: Run,
     same_end: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    fork: Callable[..., Any],
     flush: int,
 ) -> None:
-    import nmoe_train.files as files
-
-    real, armed = files.os.fsync, False
-    left = flush
+    real, armed, left = os.fsync, False, flush
 
     def dying(descriptor: int) -> None:
         nonlocal left
         left -= armed
         if left == 0:
-            raise Crash
+            os.kill(os.getpid(), signal.SIGKILL)
         real(descriptor)
 
     def arm(record: dict[str, Any]) -> None:
         nonlocal armed
         armed = record["step"] == 4
 
-    monkeypatch.setattr(files.os, "fsync", dying)
-    with pytest.raises(Crash):
+    def dies() -> None:
+        os.fsync = dying
         run(tiny(), arm)
-    monkeypatch.setattr(files.os, "fsync", real)
+
+    assert fork(dies).wait()[0] == -signal.SIGKILL
     run(tiny())
     same_end(tiny())
 
@@ -192,7 +187,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
 
     outcome = run(tiny(), send)
     assert (outcome.status, outcome.step, outcome.stopped_by) == ("interrupted", 3, number)
-    assert outcome.validation_loss is None
+    assert outcome.results == {}
     assert saved(tiny().run.dir, 3)
     record = json.loads((tiny().run.dir / "run.json").read_text())
     assert (record["status"], record["step"]) == ("interrupted", 3)
@@ -208,11 +203,86 @@ def test_a_second_signal_ends_it_at_once(tiny: Tiny, run: Run, saved: Saved) -> 
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
         run(tiny(), send_two)
     assert not (tiny().run.dir / "checkpoints" / "step-00000003").exists()
-    assert json.loads((tiny().run.dir / "run.json").read_text())["status"] == "failed"
+    assert json.loads((tiny().run.dir / "run.json").read_text())["status"] == "interrupted"
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert run(tiny()).step == STEPS
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RuntimeError("a fault"), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_an_error_after_the_last_step_is_the_runs_end_too(
+    tiny: Tiny,
+    run: Run,
+    same_end: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    events: Callable[[Path], list[dict[str, Any]]],
+    error: BaseException,
+    status: str,
+) -> None:
+    import nmoe_train.loop as loop
+
+    def refuse(*_: object) -> float:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "unigram_loss", refuse)
+        with pytest.raises(type(error)):
+            run(tiny())
+    record = json.loads((tiny().run.dir / "run.json").read_text())
+    assert (record["status"], record["step"]) == (status, STEPS)
+    assert record["ended_unix_s"] is not None
+    last = events(tiny().run.dir)[-2:]
+    assert [event["event"] for event in last] == ["fault", "end"]
+    assert last[0]["what"] == (str(error) or "KeyboardInterrupt")
+    assert last[1]["status"] == status
+    assert run(tiny()).status == "completed"
+    same_end(tiny())
+
+
+def test_an_error_in_the_last_validation_fails_the_run(
+    tiny: Tiny, run: Run, same_end: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nmoe_train.loop as loop
+
+    def refuse(*_: object, **__: object) -> float:
+        raise TrainError("E-DATA-HELD-OUT", "nothing to predict", "hold out more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "validation_loss", refuse)
+        with pytest.raises(TrainError):
+            run(tiny())
+    record = json.loads((tiny().run.dir / "run.json").read_text())
+    assert (record["status"], record["results"]) == ("failed", {})
+    assert run(tiny()).status == "completed"
+    same_end(tiny())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_last_count_interrupts_at_once(
+    tiny: Tiny,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    events: Callable[[Path], list[dict[str, Any]]],
+    number: signal.Signals,
+) -> None:
+    import nmoe_train.loop as loop
+
+    def signalled(*_: object) -> float:
+        os.kill(os.getpid(), number)
+        return 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "unigram_loss", signalled)
+        with pytest.raises(KeyboardInterrupt, match=number.name):
+            run(tiny())
+    assert json.loads((tiny().run.dir / "run.json").read_text())["status"] == "interrupted"
+    assert events(tiny().run.dir)[-2]["what"] == number.name
+    assert run(tiny()).status == "completed"
 
 
 def test_a_completed_run_trains_nothing_more(tiny: Tiny, run: Run) -> None:
@@ -227,7 +297,8 @@ def test_a_completed_run_trains_nothing_more(tiny: Tiny, run: Run) -> None:
     again = run(tiny(), steps.append)
     assert steps == []
     assert (again.status, again.step) == ("completed", STEPS)
-    assert again.validation_loss == first.validation_loss
+    assert again.results == first.results
+    assert again.results.keys() == {"loss/validation", "loss/unigram"}
     assert files() == before
 
 
@@ -245,6 +316,29 @@ def test_a_completed_run_goes_on_when_given_more_steps(
     run(whole)
     want, got = histories(rows, whole.run.dir), histories(rows, tiny().run.dir)
     assert [got[n]["loss/train"] for n in got] == [want[n]["loss/train"] for n in want]
+
+
+def test_another_number_of_steps_is_a_warning_about_shares_of_the_run(
+    tiny: Tiny, data: Any
+) -> None:
+    from nmoe_train.loop import Observer, train
+    from nmoe_train.parallel import Layout
+
+    def messages(config: Config) -> list[str]:
+        observer = Observer()
+        heard: list[str] = []
+        observer.message = heard.append  # type: ignore[method-assign]  # an observer of one hook
+        train(config, data, Layout(), observer)
+        return heard
+
+    assert messages(tiny(**{"train.steps": 3})) == []
+    resuming, warning = messages(tiny(**{"train.steps": 5}))
+    assert resuming == "resuming from step-00000003"
+    assert warning.startswith("warning train.steps 3 -> 5: ")
+    assert "shares of the run" in warning
+    again = tiny().run.dir / "run.json"
+    again.unlink()
+    assert messages(tiny(**{"train.steps": 5})) == ["resuming from step-00000005"]
 
 
 @pytest.mark.parametrize(
@@ -322,60 +416,3 @@ def test_attempts_keep_their_histories(tiny: Tiny, run: Run, rows: Rows) -> None
         next(row for row in rows(tiny().run.dir, attempt) if row["step"] == 5) for attempt in (1, 2)
     )
     assert first["loss/train"] == second["loss/train"]
-
-
-def test_two_processes_do_not_share_a_run_folder(
-    tiny: Tiny, run: Run, fork: Callable[..., Any]
-) -> None:
-    folder = tiny().run.dir
-    go = folder.parent / "go"
-
-    def hold() -> None:
-        owner = RunFolder(folder)
-        (folder.parent / "held").touch()
-        while not go.exists():
-            time.sleep(0.01)
-        owner.release()
-
-    child = fork(hold)
-    child.wait_until((folder.parent / "held").exists)
-    try:
-        with pytest.raises(TrainError) as caught:
-            run(tiny())
-        assert caught.value.code == "E-RUN-BUSY"
-        assert str(folder) in str(caught.value)
-        assert not (folder / "run.json").exists()
-    finally:
-        go.touch()
-        assert child.wait()[0] == 0
-    assert run(tiny()).status == "completed"
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'"text"'])
-def test_a_damaged_run_record_is_named_and_the_folder_given_up(
-    tiny: Tiny, run: Run, content: bytes
-) -> None:
-    tiny().run.dir.mkdir()
-    (tiny().run.dir / "run.json").write_bytes(content)
-    for _ in range(2):
-        with pytest.raises(TrainError) as caught:
-            run(tiny())
-        assert caught.value.code == "E-RUN-RECORD"
-        assert re.search(r"run\.json", str(caught.value))
-    (tiny().run.dir / "run.json").unlink()
-    assert run(tiny()).status == "completed"
-
-
-def test_a_torn_last_event_does_not_swallow_the_next(tiny: Tiny, run: Run) -> None:
-    with pytest.raises(Crash):
-        run(tiny(), crash_after(3))
-    with (tiny().run.dir / "events.jsonl").open("a") as stream:
-        stream.write('{"time_unix_s": 1.0, "eve')
-    run(tiny())
-    lines = (tiny().run.dir / "events.jsonl").read_text().splitlines()
-    names = []
-    for line in lines:
-        if not line.endswith('"eve'):
-            names.append(json.loads(line)["event"])
-    assert "resume" in names
-    assert len(lines) == len(names) + 1

@@ -43,9 +43,9 @@ def test_wsd_in_tokens_with_a_floor(schedule: Callable[..., Config]) -> None:
 
 def test_cosine(schedule: Callable[..., Config]) -> None:
     config = schedule(kind="cosine", warmup=0.2, floor=0.1)
-    curve = [0.1 + 0.9 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(9)]
+    # Warm-up over two steps; nine points from 1 down, the last a ninth above the floor.
+    curve = [0.1 + 0.9 * (1 + math.cos(math.pi * k / 9)) / 2 for k in range(9)]
     assert factors(config) == pytest.approx([0.5, *curve])
-    assert factors(config)[-1] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
@@ -62,9 +62,14 @@ def test_it_rises_then_falls_between_the_floor_and_one(
     assert values[: peak + 1] == sorted(values[: peak + 1])
     assert values[peak:] == sorted(values[peak:], reverse=True)
     assert min(values[peak:]) >= floor
-    # The last step of wsd is one step's share above the floor, so that it moves.
-    share = 64 / (256 + 64) if kind == "wsd" else 0.0
+    # The last step is one step's share above the floor, so that it moves.
+    share = 64 / (256 + 64)
+    if kind == "cosine":
+        # Warm-ups of 0 %, 1 % and half of the run, of one token and of 320.
+        ramp = 640 - {0.0: 0, 0.01: 6, 1.0: 1, 0.5: 320, 320.0: 320}[warmup]
+        share = (1 - math.cos(math.pi * 64 / (ramp + 64))) / 2
     assert values[-1] == pytest.approx(floor + (1 - floor) * share)
+    assert values[-1] > 0
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])

@@ -1,6 +1,7 @@
 """One optimizer step: accumulation, losses, clipping, rates, formats, and gradients not finite."""
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,9 @@ def test_ten_steps_without_a_finite_gradient_end_the_run(
     assert f"up to step {last}" in str(caught.value)
     assert events(config.run.dir)[-1]["status"] == "failed"
     assert rows(config.run.dir)[-1]["grad_norm"] in ("NaN", "Infinity")
+    # The step that ended it is in the metrics and in run.json.
+    assert rows(config.run.dir)[-1]["step"] == last
+    assert json.loads((config.run.dir / "run.json").read_text())["step"] == last
 
 
 def test_steps_that_are_skipped_now_and_then_do_not_end_the_run(

@@ -1,7 +1,9 @@
 """What a run writes beside its checkpoints: metrics, run.json, events. Every field must move."""
 
+import importlib.metadata
 import json
 import math
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from nmoe_data.loader import Loader
+from nmoe_data.stats import unigram_loss
+from nmoe_kernels import pick_backend
 from nmoe_train.config import Config
 from nmoe_train.data import TrainingData
 from nmoe_train.loop import Outcome
@@ -155,6 +159,7 @@ FIELDS = {
     "router/load_imbalance",
     "router/entropy",
     "router/bias_range",
+    "router/dead_experts",
     "router/invalid",
     "active_ranks",
 }
@@ -183,8 +188,9 @@ def test_a_record_says_what_the_step_did(tiny: Tiny, run: Run, rows: Rows) -> No
         )
         assert record["active_ranks"] == 1
     # A checkpoint's time stands in the step after it; every=2 saves after 2, 4 and 6.
-    stalled = [record["step"] for record in records if "checkpoint/stall_ms" in record]
-    assert stalled == [3, 5]
+    for name in ("checkpoint/stall_ms", "checkpoint/commit_ms"):
+        assert [record["step"] for record in records if name in record] == [3, 5]
+        assert all(record.get(name, 1.0) > 0 for record in records)
     assert [record["step"] for record in records if "loss/validation" in record] == [3, 6]
     for name in ("loss/ce", "loss/z", "loss/balance", "grad_norm", "router/entropy"):
         assert len({record[name] for record in records}) == 6, name
@@ -210,6 +216,7 @@ def test_router_figures_agree_with_a_count_by_hand(tiny: Tiny, run: Run, rows: R
         shares = [[n / sum(load) for n in load] for load in loads["load"]]
         entropy = [-sum(p * math.log(p) for p in share if p) for share in shares]
         assert record["router/entropy"] == pytest.approx(sum(entropy) / 2)
+        assert record["router/dead_experts"] == sum(load.count(0) for load in loads["load"])
         ranges = [max(bias) - min(bias) for bias in loads["bias"]]
         assert record["router/bias_range"] == pytest.approx(max(ranges))
     assert experts[0]["load"] != experts[1]["load"]
@@ -241,6 +248,7 @@ def test_a_router_that_favours_one_expert_shows(
     assert experts["load"] == [[0, 0, 64, 0]]
     assert uneven["router/load_imbalance"] == 4.0
     assert uneven["router/entropy"] == 0.0
+    assert uneven["router/dead_experts"] == 3
     assert uneven["router/bias_range"] == pytest.approx(100.0, abs=0.03)
     assert even["router/load_imbalance"] < 4.0
 
@@ -284,10 +292,17 @@ def test_run_json_says_what_the_run_is(tiny: Tiny, run: Run, data: TrainingData)
     assert (record["status"], record["step"], record["steps"]) == ("completed", 6, 6)
     assert record["config"] == config.model_dump(mode="json")
     assert record["layout"] == {"dp": 1, "tp": 1, "pp": 1, "ep": 1}
-    assert record["versions"]["torch"] == torch.__version__
+    packages = ("nmoe-train", "nmoe-data", "nmoe-kernels")
+    versions = {package: importlib.metadata.version(package) for package in packages}
+    versions |= {"python": platform.python_version(), "torch": torch.__version__}
+    assert record["versions"] == versions
+    assert record["backend"] == pick_backend(None, "cpu", torch.float32)
     assert record["parameters"] == sum(p.numel() for p in outcome.model.parameters())
     assert record["data"]["tokens"] == data.train.tokens
-    assert record["results"] == {"loss/validation": outcome.validation_loss}
+    unigram = unigram_loss(data.train, data.held_out)
+    assert record["results"] == outcome.results
+    assert record["results"].keys() == {"loss/validation", "loss/unigram"}
+    assert record["results"]["loss/unigram"] == pytest.approx(unigram)
     stamps = [before] + [record[f"{n}_unix_s"] for n in ("started", "ended", "updated")]
     assert stamps == sorted(stamps)
     assert len(record["hosts"]) == 1
@@ -327,6 +342,7 @@ def test_events_come_in_the_order_in_which_things_happened(
         ("fault", 5),
         ("end", 5),
         ("resume", 4),
+        ("eval", 6),
         ("checkpoint", 6),
         ("end", 6),
     ]
@@ -338,6 +354,17 @@ def test_events_come_in_the_order_in_which_things_happened(
     assert all(event["commit_ms"] > 0 for event in found if event["event"] == "checkpoint")
     stamps = [event["time_unix_s"] for event in found]
     assert stamps == sorted(stamps)
+
+
+def test_every_validation_is_an_event_with_its_loss(
+    tiny: Tiny, run: Run, rows: Rows, events: Callable[[Path], list[dict[str, Any]]]
+) -> None:
+    outcome = run(tiny(**{"eval.every": 2}))
+    want = {r["step"]: r["loss/validation"] for r in rows(tiny().run.dir) if "loss/validation" in r}
+    found = [event for event in events(tiny().run.dir) if event["event"] == "eval"]
+    assert [event["step"] for event in found] == [2, 4, 6]
+    assert {event["step"]: event["loss/validation"] for event in found} == want
+    assert outcome.results["loss/validation"] == want[6]
 
 
 def test_progress_reaches_run_json_within_seconds(
@@ -359,4 +386,3 @@ def test_progress_reaches_run_json_within_seconds(
     folder.progress(2)
     assert step_on_disk() == 2
     folder.end("completed")
-    folder.release()

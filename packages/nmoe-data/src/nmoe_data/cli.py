@@ -1,39 +1,70 @@
 """The `nmoe-data` command: prep, verify, info, inspect, tokenizer train.
 
 Heavy modules are imported inside the commands, so that `--help` starts at once. Every DataError
-becomes one line on stderr and exit code 2; Ctrl-C exits with 130.
+becomes one line on stderr and exit code 2; Ctrl-C exits with 130. Without a terminal, progress is a
+plain line every few seconds.
 """
 
+import logging
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nmoe_data import __version__
 from nmoe_data.errors import DataError
+from nmoe_data.files import os_errors
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from nmoe_data.prep import PrepProgress, PrepResult
     from nmoe_data.shards import Manifest
 
-_INTERRUPTED = 130
-_OPTIONS: dict[str, Any] = {
-    "no_args_is_help": True,
-    "add_completion": False,
-    "rich_markup_mode": None,
-    "pretty_exceptions_enable": False,
-}
-app = typer.Typer(help="Text to token shards, checked and traceable.", **_OPTIONS)
-tokenizer_app = typer.Typer(help="Train tokenizers.", **_OPTIONS)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+tokenizer_app = typer.Typer(
+    help="Train tokenizers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 app.add_typer(tokenizer_app, name="tokenizer")
+
+INTERRUPTED = 130
+PLAIN_LINE_SECONDS = 5.0
 
 Sources = Annotated[
     list[str], typer.Argument(metavar="SOURCE...", help="Folders, files, or python-stdlib.")
 ]
 TextField = Annotated[str, typer.Option(help="Field or column that holds the text.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Text to token shards, checked and traceable."""
 
 
 @app.command("prep")
@@ -55,43 +86,79 @@ def prep_command(
     """Turn text into token shards; run the same command again to resume."""
     from nmoe_data.prep import DEFAULT_SHARD_TOKENS, prep
 
-    with _progress_bar() as progress:
-        result = prep(
-            sources,
-            out,
-            tokenizer=tokenizer,
-            held_out=held_out,
-            shard_tokens=DEFAULT_SHARD_TOKENS if shard_tokens is None else shard_tokens,
-            limit_bytes=limit_bytes,
-            text_field=text_field,
-            progress=progress,
-        )
+    try:
+        with _shown_progress() as progress:
+            result = prep(
+                sources,
+                out,
+                tokenizer=tokenizer,
+                held_out=held_out,
+                shard_tokens=DEFAULT_SHARD_TOKENS if shard_tokens is None else shard_tokens,
+                limit_bytes=limit_bytes,
+                text_field=text_field,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        typer.echo("stopped; run the same command again to go on", err=True)
+        raise
     _print_result(result)
 
 
 @contextmanager
-def _progress_bar() -> "Iterator[Callable[[PrepProgress], None]]":
-    """Show a bar on stderr; a first Ctrl-C stops at the next safe point, a second at once."""
+def _shown_progress() -> "Iterator[Callable[[PrepProgress], None]]":
+    """Shows progress on stderr; a first Ctrl-C stops at the next safe point, a second at once."""
     from rich.console import Console
+
+    console = Console(stderr=True)
+    shown = _bar(console) if console.is_terminal else _plain_lines()
+    with shown as show, _gentle_interrupt() as interrupted:
+        # Only here: what the bar puts in the place of stderr prints above the bar.
+        _log_to_stderr()
+
+        def report(now: "PrepProgress") -> None:
+            show(now)
+            if interrupted():
+                raise KeyboardInterrupt
+
+        yield report
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("nmoe_data").setLevel(logging.INFO)
+
+
+@contextmanager
+def _bar(console: "Console") -> "Iterator[Callable[[PrepProgress], None]]":
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 
     columns = (BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
     counts = TextColumn("{task.fields[counts]}")
-    console = Console(stderr=True)
     # Transient: what remains on the screen is the result or the error, one thing.
-    silent = not console.is_terminal
-    bar = Progress(*columns, counts, console=console, transient=True, disable=silent)
-    with bar, _gentle_interrupt() as interrupted:
+    with Progress(*columns, counts, console=console, transient=True) as bar:
         task = bar.add_task("prep", total=None, counts="")
+        yield lambda now: bar.update(
+            task, total=now.bytes_total, completed=now.bytes_done, counts=_counts(now)
+        )
 
-        def show(now: "PrepProgress") -> None:
-            counts = f"{now.tokens:,} tokens, {now.rejected:,} rejected"
-            bar.update(task, total=now.bytes_total, completed=now.bytes_done, counts=counts)
-            if interrupted():
-                raise KeyboardInterrupt
 
-        yield show
+@contextmanager
+def _plain_lines() -> "Iterator[Callable[[PrepProgress], None]]":
+    printed = time.monotonic()
+
+    def show(now: "PrepProgress") -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= PLAIN_LINE_SECONDS:
+            share = now.bytes_done / max(now.bytes_total, 1)
+            typer.echo(f"{share:.0%}  {_counts(now)}", err=True)
+            printed = time.monotonic()
+
+    yield show
+
+
+def _counts(now: "PrepProgress") -> str:
+    return f"{now.tokens:,} tokens, {now.rejected:,} rejected"
 
 
 @contextmanager
@@ -123,15 +190,19 @@ def _print_result(result: "PrepResult") -> None:
 
 
 def _datasets(folder: Path) -> list[Path]:
-    """Return the dataset folders that `folder` is or holds."""
-    if (folder / "state.json").is_file():
-        raise DataError(
-            "E-DATASET-UNFINISHED",
-            f"the run in {folder} is not finished",
-            "run the same `nmoe-data prep` command again to go on",
-        )
-    inside = [folder / split for split in ("train", "held-out")]
-    return [path for path in inside if (path / "manifest.json").is_file()] or [folder]
+    """Returns the dataset folders that `folder` is or holds.
+
+    Raises DataError: E-DATASET-UNFINISHED, or those of `os_errors`.
+    """
+    with os_errors("read", folder):
+        if (folder / "state.json").is_file():
+            raise DataError(
+                "E-DATASET-UNFINISHED",
+                f"the run in {folder} is not finished",
+                "run the same `nmoe-data prep` command again to go on",
+            )
+        inside = [folder / split for split in ("train", "held-out")]
+        return [path for path in inside if (path / "manifest.json").is_file()] or [folder]
 
 
 @app.command("verify")
@@ -210,31 +281,29 @@ def tokenizer_train_command(
     text_field: TextField = "text",
 ) -> None:
     """Train a byte-level BPE on a sample of the sources."""
-    from nmoe_data.sources import sample_texts
+    from nmoe_data.sources import list_files, sample_texts
     from nmoe_data.tokenizer import train_bpe
 
-    texts = sample_texts(sources, sample_bytes, 0, text_field)
+    _log_to_stderr()
+    texts = sample_texts(list_files(sources, [out]), sample_bytes, 0, text_field)
     tokenizer = train_bpe(texts, vocab_size)
     tokenizer.save(out)
     typer.echo(f"{out}: {tokenizer.vocab_size} ids, hash {tokenizer.hash[:16]}")
 
 
 def main() -> None:
-    """Run the command; a DataError or an interrupt becomes one line and an exit code."""
+    """Runs the command line; a problem the user can mend is one line and exit code 2."""
     try:
         app()
     except DataError as error:
         typer.echo(f"error {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        _stopped()
     except SystemExit as end:
         # Typer has turned an interrupt inside a command into this code.
-        if end.code == _INTERRUPTED:
-            _stopped()
+        if end.code == INTERRUPTED:
+            typer.echo("interrupted", err=True)
         raise
-
-
-def _stopped() -> NoReturn:
-    typer.echo("stopped; run the same command again to go on", err=True)
-    sys.exit(_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output is gone; Python would complain once more while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

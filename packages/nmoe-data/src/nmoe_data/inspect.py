@@ -23,10 +23,11 @@ class FoundDocument:
 
 
 def find_document(folder: Path, number: int) -> FoundDocument:
-    """Return document `number` of a dataset folder, decoded with the tokenizer beside it.
+    """Returns document `number` of a dataset folder, decoded with the tokenizer beside it.
 
-    Raises:
-        DataError: E-DOCUMENT-NUMBER, E-TOKENIZER-MISSING, E-TOKENIZER-DRIFT, or for a bad dataset.
+    Raises DataError: E-DOCUMENT-NUMBER if there is no such document, E-TOKENIZER-MISSING or
+    E-TOKENIZER-DRIFT if the tokenizer beside it is not the one that made it, those of
+    `load_tokenizer`, `read_manifest` and `map_shard` for a bad dataset.
     """
     manifest = read_manifest(folder)
     tokenizer = _tokenizer_of(folder, manifest)

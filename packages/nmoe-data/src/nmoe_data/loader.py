@@ -20,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from nmoe_data.errors import DataError
-from nmoe_data.files import sha256_file
-from nmoe_data.shards import Manifest, map_shard, read_manifest, token_dtype
+from nmoe_data.shards import Manifest, changed_files, map_dataset, read_manifest
 
 # Fewer leave small domains visibly uneven: the halves have only a few bits.
-_ROUNDS = 8
-_CHUNK_TOKENS = 1 << 20
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+ROUNDS = 8
+CHUNK_TOKENS = 1 << 20
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
@@ -37,9 +36,8 @@ UInt64Array = npt.NDArray[np.uint64]
 class Batch:
     """Rows of S+1 tokens.
 
-    Attributes:
-        tokens: int64 [B, S+1].
-        documents: int32 [B, S+1]; 0 at the start of each row, one more at each document start.
+    tokens: int64 [B, S+1]. documents: int32 [B, S+1]; 0 at the start of each row, one more at each
+    document start.
     """
 
     tokens: Int64Array
@@ -49,13 +47,12 @@ class Batch:
 class TokenDataset:
     """The shards of one dataset folder as one stream of tokens, memory-mapped.
 
-    Attributes:
-        path: the folder.
-        manifest: what its manifest.json says.
-        tokens: length of the stream, end-of-document tokens included.
-        documents: documents in the stream.
-        vocab_size: every id is below it.
-        end_of_document_id: the last token of every document.
+    path: the folder. manifest: what its manifest.json says. tokens: length of the stream,
+    end-of-document tokens included. documents: documents in the stream. vocab_size: every id is
+    below it. end_of_document_id: the last token of every document. shards: the tokens of each
+    shard, as stored.
+
+    Raises DataError: those of `map_dataset`, for a file that is missing or of the wrong size.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -65,20 +62,16 @@ class TokenDataset:
         self.documents = sum(shard.documents for shard in manifest.shards)
         self.vocab_size: int = manifest.tokenizer["vocab_size"]
         self.end_of_document_id: int = manifest.tokenizer["end_of_document_id"]
-        dtype = token_dtype(self.vocab_size)
-        self.shards: list[npt.NDArray[Any]] = [
-            map_shard(path / shard.name, dtype, shard.tokens) for shard in manifest.shards
-        ]
+        self.shards: list[npt.NDArray[Any]] = [tokens for tokens, _ in map_dataset(path, manifest)]
         self._starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
         self._first = 0
 
     def part(self, start: int, stop: int) -> "TokenDataset":
-        """Return tokens start .. stop of this stream as a stream of their own, on the same files.
+        """Returns tokens start .. stop of this stream as a stream of their own, on the same files.
 
         It may start and end inside a document; `documents` counts those that end in it.
 
-        Raises:
-            DataError: E-ARGUMENT if the stream does not have these tokens.
+        Raises DataError: E-ARGUMENT if the stream does not have these tokens.
         """
         if not 0 <= start <= stop <= self.tokens:
             raise DataError(
@@ -93,15 +86,14 @@ class TokenDataset:
         return part
 
     def chunks(self) -> Iterator[Int64Array]:
-        """Yield the whole stream in pieces of up to a million tokens, in order."""
-        for start in range(0, self.tokens, _CHUNK_TOKENS):
-            yield self.read(start, min(_CHUNK_TOKENS, self.tokens - start))
+        """Yields the whole stream in pieces of up to a million tokens, in order."""
+        for start in range(0, self.tokens, CHUNK_TOKENS):
+            yield self.read(start, min(CHUNK_TOKENS, self.tokens - start))
 
     def read(self, start: int, count: int, out: Int64Array | None = None) -> Int64Array:
-        """Return `count` tokens (int64) of the stream from `start` on, across shards.
+        """Returns `count` tokens (int64) of the stream from `start` on, across shards.
 
-        Raises:
-            DataError: E-SHARD-RANGE if an id is not in the vocabulary, naming the shard.
+        Raises DataError: E-SHARD-RANGE if an id is not in the vocabulary, naming the shard.
         """
         result = np.empty(count, np.int64) if out is None else out
         start += self._first
@@ -127,15 +119,13 @@ class TokenDataset:
 
 
 def open_dataset(path: str | Path, verify: bool = False) -> TokenDataset:
-    """Open a folder that `nmoe-data prep` finished, after checking manifest, dtypes and sizes.
+    """Opens a folder that `nmoe-data prep` finished, after checking manifest, dtypes and sizes.
 
-    Args:
-        path: the folder with manifest.json (OUT/train, OUT/held-out).
-        verify: also check the SHA-256 of every shard, which reads them whole.
-
-    Raises:
-        DataError: E-DATASET-MISSING, E-MANIFEST-INVALID, E-SHARD-MISSING, E-SHARD-LAYOUT,
-            E-SHARD-RANGE or E-SHARD-CHECKSUM, naming the file.
+    path: the folder with manifest.json (OUT/train, OUT/held-out). The shards and their indexes are
+    checked. verify: also check the SHA-256 of all of them, which reads them whole.
+    Raises DataError: E-DATASET-MISSING, E-MANIFEST-INVALID, E-SCHEMA-VERSION, E-SHARD-MISSING,
+    E-SHARD-LAYOUT, E-SHARD-RANGE or E-SHARD-CHECKSUM, naming the file; those of `os_errors` if one
+    cannot be read.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -143,24 +133,20 @@ def open_dataset(path: str | Path, verify: bool = False) -> TokenDataset:
     for number, shard in enumerate(manifest.shards):
         if shard.max_id >= dataset.vocab_size:
             raise dataset._range_error(number)
-        if verify and sha256_file(path / shard.name) != shard.sha256:
+        for changed in changed_files(path, shard) if verify else ():
             raise DataError(
                 "E-SHARD-CHECKSUM",
-                f"{path / shard.name} is not what was written",
+                f"{changed} is not what was written",
                 "it is damaged; prepare it again",
             )
     return dataset
 
 
 def permute(indices: UInt64Array, size: int, seed: int, epoch: int) -> UInt64Array:
-    """Map indices in [0, size) to [0, size) by the bijection keyed by (seed, epoch).
+    """Maps indices in [0, size) to [0, size) by the bijection keyed by (seed, epoch).
 
-    Args:
-        indices: uint64, any shape.
-        size: at least 1, at most 2**62.
-
-    Returns:
-        uint64 of the same shape.
+    indices: uint64, any shape; the result is uint64 of the same shape. size: at least 1, at most
+    2**62.
     """
     half_bits = max(1, (int(size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
@@ -175,7 +161,7 @@ def permute(indices: UInt64Array, size: int, seed: int, epoch: int) -> UInt64Arr
 
 def _round_keys(seed: int, epoch: int) -> UInt64Array:
     message = f"nmoe-data window order: seed {seed}, epoch {epoch}".encode()
-    digest = hashlib.blake2b(message, digest_size=8 * _ROUNDS).digest()
+    digest = hashlib.blake2b(message, digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
@@ -189,25 +175,19 @@ def _feistel(values: UInt64Array, half_bits: int, keys: UInt64Array) -> UInt64Ar
 
 
 def _mix(values: UInt64Array) -> UInt64Array:
-    """Scramble 64-bit words (the finaliser of SplitMix64, Steele et al. 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    """Scrambles 64-bit words (the finaliser of SplitMix64, Steele et al. 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * MIX_1
+    values = (values ^ (values >> np.uint64(27))) * MIX_2
     return values ^ (values >> np.uint64(31))
 
 
 class Loader:
     """Shuffled batches of a dataset; the same (seed, step) gives the same batch on any layout.
 
-    Args:
-        dataset: what to read.
-        seq_len: S; rows have S+1 tokens.
-        seed: chooses the order.
-
-    Attributes:
-        windows: rows in one epoch.
-
-    Raises:
-        DataError: E-DATA-TOO-SMALL if the dataset does not fill one window.
+    dataset: what to read. seq_len: S; rows have S+1 tokens. seed: chooses the order. windows: rows
+    in one epoch.
+    Raises DataError: E-ARGUMENT if seq_len is below 1, E-DATA-TOO-SMALL if the dataset does not
+    fill one window.
     """
 
     def __init__(self, dataset: TokenDataset, *, seq_len: int, seed: int) -> None:
@@ -226,14 +206,12 @@ class Loader:
         self.windows = (dataset.tokens - 1) // seq_len
 
     def batch(self, step: int, batch_size: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """Return rank's contiguous slice of the global batch of `step`.
+        """Returns rank's contiguous slice of the global batch of `step`.
 
-        Args:
-            step: from 0.
-            batch_size: rows of the global batch, B_global; the result has B_global / ranks.
-
-        Raises:
-            DataError: E-BATCH-RANKS if the rows cannot be shared equally.
+        step: from 0. batch_size: rows of the global batch, B_global; the result has
+        B_global / ranks.
+        Raises DataError: E-BATCH-RANKS if the rows cannot be shared equally, E-ARGUMENT if there
+        is no such rank or step.
         """
         if batch_size < 1 or batch_size % ranks:
             raise DataError(
@@ -252,12 +230,11 @@ class Loader:
         return self._gather(self._windows_of(first, rows))
 
     def sequential(self, index0: int, count: int) -> Batch:
-        """Return windows index0 .. index0 + count in order, unshuffled; fewer at the end.
+        """Returns windows index0 .. index0 + count in order, unshuffled; fewer at the end.
 
         Stepping index0 by `count` from 0 covers each window once.
 
-        Raises:
-            DataError: E-ARGUMENT if index0 is not a window.
+        Raises DataError: E-ARGUMENT if index0 is not a window.
         """
         if not 0 <= index0 < self.windows or count < 1:
             raise DataError(

@@ -7,14 +7,13 @@ from nmoe_data.loader import TokenDataset
 
 
 def unigram_loss(train: TokenDataset, held_out: TokenDataset) -> float:
-    """Return the loss (nats per token) of guessing held-out tokens by their frequency in train.
+    """Returns the loss (nats per token) of guessing held-out tokens by their frequency in train.
 
     p(t) = (count_train(t) + 1) / (N_train + V), V = vocabulary size. Every token counts,
     end-of-document tokens too, and also those at the start of a document.
 
-    Raises:
-        DataError: E-TOKENIZER-DRIFT if the two were made with different tokenizers,
-            E-DATA-TOO-SMALL if the held-out set is empty.
+    Raises DataError: E-TOKENIZER-DRIFT if the two were made with different tokenizers,
+    E-DATA-TOO-SMALL if the held-out set is empty.
     """
     if train.manifest.tokenizer["hash"] != held_out.manifest.tokenizer["hash"]:
         raise DataError(

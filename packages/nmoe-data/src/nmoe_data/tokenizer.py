@@ -17,27 +17,25 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from nmoe_data.errors import DataError
-from nmoe_data.files import atomic_write, os_errors_as_data_errors
+from nmoe_data.files import atomic_write, os_errors
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names of the token that ends a document in published tokenizers, in order of preference.
-_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>")
+KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>")
 CONFIG_NAME = "tokenizer_config.json"
-_SMALLEST_BPE = 257
-_BYTES_JSON = orjson.dumps(
+SMALLEST_BPE = 257
+BYTES_JSON = orjson.dumps(
     {"type": "nmoe-bytes", "version": 1, "end_of_document_id": 256}, option=orjson.OPT_INDENT_2
 )
-_log = logging.getLogger("nmoe_data")
+logger = logging.getLogger("nmoe_data")
 
 
 class Tokenizer(ABC):
     """Text to ids and back.
 
-    Attributes:
-        name: what to call it ("bytes", "bpe-4096").
-        hash: SHA-256 (hex) of the canonical JSON and the end token.
-        vocab_size: largest id + 1.
-        end_of_document_id: the id that ends a document; never made from text.
+    name: what to call it ("bytes", "bpe-4096"). hash: SHA-256 (hex) of the canonical JSON and the
+    end token. vocab_size: largest id + 1. end_of_document_id: the id that ends a document; never
+    made from text.
     """
 
     name: str
@@ -47,28 +45,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, without any special id; the same for any batching."""
+        """Returns the ids of each text, without any special id; the same for any batching."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
 
     @abstractmethod
     def to_json(self) -> bytes:
-        """Return the canonical JSON, which `load_tokenizer` reads back."""
+        """Returns the canonical JSON, which `load_tokenizer` reads back."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of one text, without any special id."""
+        """Returns the ids of one text, without any special id."""
         return self.encode_batch([text])[0]
 
     def save(self, path: str | Path) -> None:
-        """Write the tokenizer as JSON.
+        """Writes the tokenizer as JSON.
 
-        Raises:
-            DataError: if the file cannot be written.
+        Raises DataError: those of `os_errors`, if the file cannot be written.
         """
         path = Path(path)
-        with os_errors_as_data_errors("write the tokenizer", path):
+        with os_errors("write the tokenizer", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, self.to_json())
 
@@ -77,7 +74,7 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255 and 256 for the end of a document."""
 
     name = "bytes"
-    hash = hashlib.sha256(_BYTES_JSON).hexdigest()
+    hash = hashlib.sha256(BYTES_JSON).hexdigest()
     vocab_size = 257
     end_of_document_id = 256
 
@@ -89,7 +86,7 @@ class ByteTokenizer(Tokenizer):
         return b"".join(parts).decode(errors="replace")
 
     def to_json(self) -> bytes:
-        return _BYTES_JSON
+        return BYTES_JSON
 
 
 class JsonTokenizer(Tokenizer):
@@ -120,39 +117,39 @@ class JsonTokenizer(Tokenizer):
         return self._json
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON, and a `tokenizer_config.json` if the end token cannot be told without."""
+        """Writes the JSON, and a `tokenizer_config.json` if only that tells the end token."""
         path = Path(path)
         super().save(path)
         if self._end_token != _first_known_end(self._inner):
             content = orjson.dumps({"eos_token": self._end_token}, option=orjson.OPT_INDENT_2)
-            with os_errors_as_data_errors("write the tokenizer", path):
+            with os_errors("write the tokenizer", path):
                 atomic_write(path.with_name(CONFIG_NAME), content)
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Return the tokenizer that `spec` names: "bytes" or the path of a `tokenizer.json`.
+    """Returns the tokenizer that `spec` names: "bytes" or the path of a `tokenizer.json`.
 
     The end of a document is the `eos_token` of a `tokenizer_config.json` beside the file, else the
     first known name in the vocabulary (`<|endoftext|>`, `</s>`, ...).
 
-    Raises:
-        DataError: E-TOKENIZER-MISSING, E-TOKENIZER-INVALID or E-TOKENIZER-NO-END.
+    Raises DataError: E-TOKENIZER-MISSING, E-TOKENIZER-INVALID, E-TOKENIZER-NO-END, or those of
+    `os_errors` if it cannot be read.
     """
     if str(spec) == "bytes":
         return ByteTokenizer()
     path = Path(spec)
-    if not path.is_file():
-        raise DataError(
-            "E-TOKENIZER-MISSING",
-            f"no tokenizer at {path}",
-            'give "bytes" or the path of a tokenizer.json',
-        )
-    with os_errors_as_data_errors("read the tokenizer", path):
+    with os_errors("read the tokenizer", path):
+        if not path.is_file():
+            raise DataError(
+                "E-TOKENIZER-MISSING",
+                f"no tokenizer at {path}",
+                'give "bytes" or the path of a tokenizer.json',
+            )
         content = path.read_bytes()
-    if content == _BYTES_JSON:
-        return ByteTokenizer()
-    inner = _parse(content, path)
-    return JsonTokenizer(inner, _end_token(inner, path))
+        if content == BYTES_JSON:
+            return ByteTokenizer()
+        inner = _parse(content, path)
+        return JsonTokenizer(inner, _end_token(inner, path))
 
 
 def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
@@ -178,7 +175,7 @@ def _end_token(inner: tokenizers.Tokenizer, path: Path) -> str:
 
 
 def _first_known_end(inner: tokenizers.Tokenizer) -> str | None:
-    return next((name for name in _KNOWN_ENDS if inner.token_to_id(name) is not None), None)
+    return next((name for name in KNOWN_ENDS if inner.token_to_id(name) is not None), None)
 
 
 def _configured_end(path: Path) -> str | None:
@@ -195,19 +192,18 @@ def _configured_end(path: Path) -> str | None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE (GPT-2 splitting); the same texts give the same tokenizer.
+    """Trains a byte-level BPE (GPT-2 splitting); the same texts give the same tokenizer.
 
     Id 0 ends a document, then come the 256 bytes, then the merges. A small corpus may give fewer
     than `vocab_size` ids.
 
-    Raises:
-        DataError: E-VOCAB-SIZE if `vocab_size` has no room for every byte and the end id.
+    Raises DataError: E-VOCAB-SIZE if `vocab_size` has no room for every byte and the end id.
     """
-    if vocab_size < _SMALLEST_BPE:
+    if vocab_size < SMALLEST_BPE:
         raise DataError(
             "E-VOCAB-SIZE",
             f"a vocabulary of {vocab_size} ids is too small",
-            f"give at least {_SMALLEST_BPE}",
+            f"give at least {SMALLEST_BPE}",
         )
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -221,5 +217,5 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     inner.train_from_iterator(texts, trainer)
     tokenizer = JsonTokenizer(inner, END_OF_DOCUMENT)
     if tokenizer.vocab_size < vocab_size:
-        _log.warning("the text gave %d of %d ids", tokenizer.vocab_size, vocab_size)
+        logger.warning("the text gave %d of %d ids", tokenizer.vocab_size, vocab_size)
     return tokenizer

@@ -45,7 +45,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_ELSEWHERE = {
+ELSEWHERE = {
     "KernelError": "errors",
     "Grouping": "grouping",
     "group_rows": "grouping",
@@ -60,6 +60,6 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_ELSEWHERE.get(name, 'router')}", __name__), name)
+    value = getattr(importlib.import_module(f".{ELSEWHERE.get(name, 'router')}", __name__), name)
     globals()[name] = value
     return value

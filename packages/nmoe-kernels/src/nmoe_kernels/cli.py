@@ -1,13 +1,13 @@
 """The `nmoe-kernels` command: `doctor` says what this machine has and which backends it can use."""
 
+import os
 import sys
+from typing import Annotated
 
 import typer
 
+from nmoe_kernels import __version__
 from nmoe_kernels.errors import KernelError
-
-INTERRUPTED = 130
-"""The exit status that typer turns Ctrl-C into."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,9 +16,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+INTERRUPTED = 130
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
 
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
     """Mixture-of-Experts kernels: what runs on this machine."""
 
 
@@ -27,7 +40,7 @@ def doctor() -> None:
     """Show versions, GPUs, the backends usable here and why others are not, and version clashes."""
     from rich.console import Console
 
-    from nmoe_kernels.hardware import describe, pick_backend
+    from nmoe_kernels.hardware import describe, dtype_name, pick_backend
     from nmoe_kernels.report import CHECKED, backend_table, machine_table
 
     console = Console()
@@ -35,7 +48,7 @@ def doctor() -> None:
     device = "cuda" if describe().gpus else "cpu"
     for dtype in CHECKED:
         picked = pick_backend(None, device, dtype)
-        console.print(f"picked for {str(dtype).removeprefix('torch.')} on {device}: {picked}")
+        console.print(f"picked for {dtype_name(dtype)} on {device}: {picked}")
     for clash in describe().clashes:
         console.print(f"clash: {clash}", markup=False)
     if not describe().clashes:
@@ -43,13 +56,18 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Runs the command; an error is one line on stderr and exit 2, Ctrl-C one line and 130."""
+    """Runs the command line; a problem the user can mend is one line and exit code 2."""
     try:
-        app(standalone_mode=True)
+        app()
     except KernelError as error:
         typer.echo(f"error {error}", err=True)
         sys.exit(2)
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:
+    except SystemExit as end:
+        # Typer has turned an interrupt inside a command into this code.
+        if end.code == INTERRUPTED:
             typer.echo("interrupted", err=True)
         raise
+    except BrokenPipeError:
+        # The reader of our output is gone; Python would complain once more while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

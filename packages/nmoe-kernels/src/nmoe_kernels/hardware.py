@@ -72,6 +72,11 @@ def why_unusable(backend: str, device: str, dtype: torch.dtype) -> str | None:
     return _grouped_mm_refusal(device, dtype)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as people write it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 @torch.compiler.assume_constant_result
 def pick_backend(requested: str | None, device: str, dtype: torch.dtype) -> str:
     """The name of the backend for `dtype` on a device type, logged the first time it is picked.
@@ -112,8 +117,7 @@ def _grouped_mm_refusal(device: str, dtype: torch.dtype) -> str | None:
 
 @cache
 def _announce(backend: str, device: str, dtype: torch.dtype, source: str) -> str:
-    kind = str(dtype).removeprefix("torch.")
-    logger.info("experts: backend %s for %s on %s (%s)", backend, kind, device, source)
+    logger.info("experts: backend %s for %s on %s (%s)", backend, dtype_name(dtype), device, source)
     return backend
 
 

@@ -3,7 +3,7 @@
 import torch
 from rich.table import Table
 
-from nmoe_kernels.hardware import BACKENDS, describe, why_unusable
+from nmoe_kernels.hardware import BACKENDS, describe, dtype_name, why_unusable
 
 CHECKED = (torch.float32, torch.bfloat16)
 
@@ -25,13 +25,9 @@ def machine_table() -> Table:
 def backend_table() -> Table:
     """Each backend on each device type of this machine, and why where it is not usable."""
     devices = ("cpu", "cuda") if describe().gpus else ("cpu",)
-    table = Table("backend", "device", *(_name(dtype) for dtype in CHECKED))
+    table = Table("backend", "device", *(dtype_name(dtype) for dtype in CHECKED))
     for backend in BACKENDS:
         for device in devices:
             reasons = (why_unusable(backend, device, dtype) for dtype in CHECKED)
             table.add_row(backend, device, *(reason or "usable" for reason in reasons))
     return table
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,6 +1,7 @@
 """The console script `nmoe-train`."""
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -8,15 +9,17 @@ from typing import Annotated
 
 import typer
 
+from nmoe_train import __version__
+from nmoe_train.interrupt import SIGNALS, Interrupt, signal_of
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Train Mixture-of-Experts language models.",
 )
 
-INTERRUPTED = 130
+INTERRUPTED = tuple(128 + number for number in SIGNALS)
 
 Sets = Annotated[
     list[str] | None,
@@ -26,6 +29,22 @@ AllowChanges = Annotated[
     bool,
     typer.Option(help="Resume although keys that change the result are not the checkpoint's."),
 ]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Train Mixture-of-Experts language models."""
 
 
 @app.command()
@@ -105,12 +124,24 @@ def _train(config: Path, sets: list[str], *, allow_changes: bool) -> None:
     # Before the imports that bring torch: a mistake in the configuration shows at once.
     checked = load_config(config, sets)
 
+    # Threads that wait by spinning starve each other wherever the cores are shared: several times
+    # slower on a busy machine, for a few per cent on an idle one. torch reads it when it is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
     from rich.console import Console
 
     from nmoe_train.console import ConsoleObserver
     from nmoe_train.run import run_config
 
-    outcome = run_config(checked, ConsoleObserver(Console()), allow_changes=allow_changes)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    for package in ("nmoe_train", "nmoe_data", "nmoe_kernels"):
+        logging.getLogger(package).setLevel(logging.INFO)
+    try:
+        with Interrupt():
+            outcome = run_config(checked, ConsoleObserver(Console()), allow_changes=allow_changes)
+    except KeyboardInterrupt as stop:
+        typer.echo("the same command goes on from what was saved")
+        raise typer.Exit(128 + signal_of(stop)) from None
     if outcome.stopped_by is not None:
         raise typer.Exit(128 + outcome.stopped_by)
 
@@ -128,14 +159,15 @@ def main() -> None:
     """Runs the command line; a problem the user can mend is one line and exit code 2."""
     try:
         app()
-    except SystemExit as end:
-        # Typer has turned an interrupt inside a command into this code.
-        if end.code == INTERRUPTED:
-            typer.echo("interrupted", err=True)
-        raise
     except _user_errors() as error:
         typer.echo(f"error {error}", err=True)
         sys.exit(2)
+    except SystemExit as end:
+        # A signal has ended the run, or Typer has turned an interrupt into its code.
+        if end.code in INTERRUPTED:
+            typer.echo("interrupted", err=True)
+        raise
     except BrokenPipeError:
+        # The reader of our output is gone; Python would complain once more while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from nmoe_data.errors import DataError
 from nmoe_data.loader import Batch, TokenDataset, open_dataset
 from nmoe_data.prep import PrepProgress, prep
 from nmoe_data.tokenizer import Tokenizer, load_tokenizer
@@ -64,16 +65,10 @@ def prepare(config: Config, progress: Callable[[PrepProgress], None]) -> Trainin
     """
     folder = config.data_dir
     if config.data.text is not None:
-        limit_mb = config.data.limit_mb
-        prep(
-            config.data.text,
-            folder,
-            tokenizer=config.data.tokenizer,
-            held_out=config.data.held_out,
-            limit_bytes=None if limit_mb is None else round(limit_mb * 1e6),
-            progress=progress,
-        )
-    elif not (folder / "train").is_dir():
+        note = _make_shards(config, config.data.text, progress)
+        data = _open(folder, config)
+        return data if note is None else replace(data, note=note)
+    if not (folder / "train").is_dir():
         raise TrainError(
             "E-DATA-MISSING",
             f"no token shards under {folder}",
@@ -82,8 +77,31 @@ def prepare(config: Config, progress: Callable[[PrepProgress], None]) -> Trainin
     return _open(folder, config)
 
 
+def _make_shards(config: Config, text: str, progress: Callable[[PrepProgress], None]) -> str | None:
+    """Makes the shards unless they are there; a note where they are of an earlier state of it."""
+    limit_mb, folder = config.data.limit_mb, config.data_dir
+    try:
+        prep(
+            text,
+            folder,
+            tokenizer=config.data.tokenizer,
+            held_out=config.data.held_out,
+            limit_bytes=None if limit_mb is None else round(limit_mb * 1e6),
+            exclude=[config.run.dir],
+            progress=progress,
+        )
+    except DataError as error:
+        if error.code != "E-SOURCE-CHANGED" or not (folder / "train" / "manifest.json").exists():
+            raise
+        return (
+            f"warning the text has changed since {folder} was made of it, which this run keeps to; "
+            "another run.dir learns from the text as it is now"
+        )
+    return None
+
+
 def _open(folder: Path, config: Config) -> TrainingData:
-    train = open_dataset(folder / "train")
+    train = open_dataset(folder / "train", verify=config.data.verify)
     content = [train.manifest.tokenizer["hash"], *(s.sha256 for s in train.manifest.shards)]
     data = TrainingData(
         train=train,
@@ -92,7 +110,7 @@ def _open(folder: Path, config: Config) -> TrainingData:
         fingerprint=hashlib.sha256(" ".join(content).encode()).hexdigest(),
     )
     if (folder / "held-out").is_dir():
-        data = replace(data, held_out=open_dataset(folder / "held-out"))
+        data = replace(data, held_out=open_dataset(folder / "held-out", verify=config.data.verify))
     if data.held_out.tokens > config.train.seq_len:
         return data
     return _hold_out_the_tail(data, config)
@@ -110,7 +128,7 @@ def _hold_out_the_tail(data: TrainingData, config: Config) -> TrainingData:
             "E-DATA-HELD-OUT",
             f"{config.data_dir} has {data.held_out.tokens} held-out tokens and "
             f"{data.train.tokens} to train on; validation needs {config.train.seq_len + 1}",
-            "give more text, raise data.held_out, or lower train.seq_len",
+            "give more text in another run.dir, or lower train.seq_len",
         )
     cut = data.train.tokens - length
     return replace(

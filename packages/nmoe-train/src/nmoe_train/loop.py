@@ -1,19 +1,21 @@
 """The training loop: resume, step, record, save, validate, leave when asked to.
 
 Everything that a step depends on is a function of (seed, step) or stands in the checkpoint, so a
-run that was stopped anywhere goes on bitwise as if it had not been. SIGINT and SIGTERM end the run
-after the current step, with a checkpoint; a second one ends it at once.
+run that was stopped anywhere goes on bitwise as if it had not been.
 """
 
 import contextlib
+import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nmoe_data.files import only_writer, os_errors
 from nmoe_data.loader import Loader
+from nmoe_data.stats import unigram_loss
+from nmoe_kernels import pick_backend
 
 from nmoe_train.checkpoint import (
     gather_state,
@@ -26,7 +28,7 @@ from nmoe_train.config.fingerprint import fingerprint, result_fields
 from nmoe_train.data import TrainingData
 from nmoe_train.errors import TrainError
 from nmoe_train.eval import validation_loss
-from nmoe_train.files import disk_errors
+from nmoe_train.interrupt import Interrupt
 from nmoe_train.model import Transformer, initialise
 from nmoe_train.optim import build_optimizer
 from nmoe_train.parallel import Layout
@@ -36,6 +38,8 @@ from nmoe_train.telemetry.timers import StageTimer
 
 # Steps in a row without a finite gradient after which going on is pointless.
 MOST_SKIPPED_STEPS = 10
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Observer:
@@ -53,21 +57,31 @@ class Observer:
 
 @dataclass
 class Outcome:
-    """How a run ended: a status of run.json, the step it is at, and the held-out loss if known."""
+    """How a run ended: a status of run.json, the step it is at, and what is known of the model."""
 
     status: str
     step: int
-    validation_loss: float | None
     model: Transformer
+    results: dict[str, float]
+    """`loss/validation` and `loss/unigram`, in nats per token, once the run is complete."""
     stopped_by: signal.Signals | None = None
 
 
-def pick_device(name: str) -> torch.device:
-    """The device that `run.device` names. Raises TrainError `E-DEVICE` if it is not there."""
+def pick_device(name: str, *, deterministic: bool) -> torch.device:
+    """The device that `run.device` names, told whether to repeat itself bitwise.
+
+    Raises TrainError `E-DEVICE` if it is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise TrainError("E-DEVICE", "no CUDA device is usable here", 'set run.device = "cpu"')
+    if name == "cuda" and deterministic:
+        # cuBLAS reads this when its handle is made, and repeats itself only with fixed workspaces.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # A module with properties, which its stubs do not show.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return torch.device(name)
 
 
@@ -81,15 +95,16 @@ def train(
 ) -> Outcome:
     """Runs the configured training from its newest checkpoint, or from the start, to its end.
 
-    Raises TrainError when the run folder is in use or cannot be written, when no checkpoint is
-    sound, or when the configuration is not the checkpoint's (unless `allow_changes`).
+    SIGINT and SIGTERM end it after the step being made, with a checkpoint; a second one at once.
+    Raises TrainError when no checkpoint is sound or the configuration is not the checkpoint's
+    (unless `allow_changes`), DataError when the run folder is in use or cannot be written.
     """
-    with disk_errors("training", config.run.dir):
-        folder = RunFolder(config.run.dir)
-        try:
-            return _Training(config, data, layout, observer, folder).run(allow_changes)
-        finally:
-            folder.release()
+    path = config.run.dir
+    with os_errors("use the run folder", path), Interrupt() as interrupt:
+        path.mkdir(parents=True, exist_ok=True)
+        with only_writer(path):
+            training = _Training(config, data, layout, observer, RunFolder(path), interrupt)
+            return training.run(allow_changes)
 
 
 class _Training:
@@ -102,21 +117,18 @@ class _Training:
         layout: Layout,
         observer: Observer,
         folder: RunFolder,
+        interrupt: Interrupt,
     ) -> None:
         self.config, self.data, self.layout = config, data, layout
-        self.observer, self.folder = observer, folder
-        self.device = pick_device(config.run.device)
-        vocab_size = config.model.vocab_size or data.tokenizer.vocab_size
-        if vocab_size < data.tokenizer.vocab_size:
-            raise TrainError(
-                "E-CONFIG",
-                f"model.vocab_size: {vocab_size} rows for a tokenizer of "
-                f"{data.tokenizer.vocab_size} ids",
-                "raise it, or leave it out to follow the tokenizer",
-            )
-        dtype = torch.bfloat16 if config.precision.dtype == "bf16" else torch.float32
-        recompute = config.train.recompute == "layer"
-        self.model = Transformer(config.model, vocab_size, dtype=dtype, recompute=recompute)
+        self.observer, self.folder, self.interrupt = observer, folder, interrupt
+        self.device = pick_device(config.run.device, deterministic=config.run.deterministic)
+        vocab_size = _vocab_size(config, data)
+        self.model = Transformer(
+            config.model,
+            vocab_size,
+            dtype=DTYPES[config.precision.dtype],
+            recompute=config.train.recompute == "layer",
+        )
         initialise(self.model, config.model, config.run.seed)
         self.model.to(self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -127,61 +139,69 @@ class _Training:
         self.peak = peak_flops(self.device, config.telemetry.peak_tflops)
         self.fields = result_fields(config, data.fingerprint)
         self.step = 0
+        self.saved_step = 0
         self.updates = 0
         self.skipped_in_a_row = 0
-        self.checkpoint_ms: float | None = None
-        self.signal: signal.Signals | None = None
+        self.results: dict[str, float] = {}
+        self.save_ms: dict[str, float] = {}
 
     def run(self, allow_changes: bool) -> Outcome:
         problems = self._resume(allow_changes)
-        steps = self.config.train.steps
-        if self.step >= steps and self.folder.completed:
-            self.observer.message(f"the run is already complete at step {self.step}")
-            return Outcome("completed", self.step, self._validate(), self.model)
+        if self.step >= self.config.train.steps and self.folder.completed:
+            steps = self.config.train.steps
+            self.observer.message(f"the run is complete: step {self.step} of {steps} asked for")
+            self.results = self.folder.record["results"]
+            return self._outcome("completed")
         self.folder.begin(self.step, **self._description())
         for problem in problems:
             self.folder.event("fault", step=self.step, what=problem)
+        try:
+            status = self._attempt()
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            # A full disk may refuse these too; the error itself is what the user must see.
+            with contextlib.suppress(OSError):
+                self.folder.event("fault", step=self.step, what=str(error) or type(error).__name__)
+                self.folder.end(status, **self.results)
+            raise
+        self.folder.end(status, **self.results)
+        return self._outcome(status)
+
+    def _attempt(self) -> str:
+        """Steps until the end or a signal, saved and validated; the status that this gives."""
         metrics = MetricsWriter(
             self.folder.metrics,
             self.folder.attempt,
             self.layout.rank,
             self.config.telemetry.seal_every,
         )
-        try:
-            with self._signals():
-                validation = self._steps(metrics)
-        except BaseException as error:
-            # A full disk may refuse these too; the error itself is what the user must see.
-            with contextlib.suppress(OSError):
-                self.folder.event("fault", step=self.step, what=str(error) or type(error).__name__)
-                self.folder.end("failed")
-            raise
-        metrics.close()
-        status = "completed" if self.step >= steps else "interrupted"
-        if status == "completed" and validation is None:
-            validation = self._validate()
-        self.folder.end(status, **({} if validation is None else {"loss/validation": validation}))
-        stopped_by = self.signal if status == "interrupted" else None
-        return Outcome(status, self.step, validation, self.model, stopped_by)
+        with self.interrupt.noted(self.observer.message):
+            self._steps(metrics)
+            metrics.close()
+            if self.step != self.saved_step:
+                self._save()
+        if self.step < self.config.train.steps:
+            return "interrupted"
+        if "loss/validation" not in self.results:
+            self._validate()
+        self.results["loss/unigram"] = unigram_loss(self.data.train, self.data.held_out)
+        return "completed"
 
-    def _steps(self, metrics: MetricsWriter) -> float | None:
-        """Steps until the end or a signal; the validation loss of the last step, if it had one."""
+    def _steps(self, metrics: MetricsWriter) -> None:
         steps, every = self.config.train.steps, self.config.checkpoint.every
         timer = StageTimer(self.device)
-        validation: float | None = None
         self.observer.begin(self.step, steps)
-        while self.step < steps and self.signal is None:
+        while self.step < steps and self.interrupt.signal is None:
             record, experts = self._one_step(timer)
-            validation = None
             evaluate = self.config.eval.every and self.step % self.config.eval.every == 0
             if evaluate or self.step == steps:
-                validation = record["loss/validation"] = self._validate()
+                record["loss/validation"] = self._validate()
             metrics.step(record, experts)
             self.folder.progress(self.step)
             self.observer.step(record)
-            if self.step % every == 0 or self.step == steps or self.signal is not None:
+            self._give_up_if_hopeless()
+            if self.step % every == 0 or self.step == steps:
                 self._save()
-        return validation
 
     def _one_step(self, timer: StageTimer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Trains one step and returns its metrics record and its expert loads."""
@@ -197,57 +217,64 @@ class _Training:
         self._count_update(skipped=bool(scalars.pop("skipped")))
         stages = timer.milliseconds()
         step_s = time.perf_counter() - started_s
-        rate = self.config.tokens_per_step / step_s
         record: dict[str, Any] = {
             "step": self.step,
             "time_unix_s": time.time(),
             "tokens": tokens,
             **scalars,
-            "tokens_per_s": rate,
+            "tokens_per_s": self.config.tokens_per_step / step_s,
             "step_ms": step_s * 1e3,
             **stages,
+            **self.save_ms,
             "active_ranks": self.layout.ranks,
         }
+        self.save_ms = {}
         if self.peak is not None:
-            record["mfu"] = rate * self.flops / (self.peak * self.layout.ranks)
+            rate = record["tokens_per_s"] * self.flops
+            record["mfu"] = rate / (self.peak * self.layout.ranks)
         if self.device.type == "cuda":
             record |= _memory_gib(self.device)
-        if self.checkpoint_ms is not None:
-            record["checkpoint/stall_ms"] = self.checkpoint_ms
-            self.checkpoint_ms = None
         return record, {"step": self.step, **experts}
 
     def _count_update(self, *, skipped: bool) -> None:
-        """Counts updates that were made; gives up after too many that were not."""
-        if not skipped:
+        """Counts updates that were made, and those in a row that were not."""
+        if skipped:
+            self.skipped_in_a_row += 1
+            what = "gradient not finite, update skipped"
+            self.folder.event("fault", step=self.step, what=what)
+        else:
             self.updates += 1
             self.skipped_in_a_row = 0
+
+    def _give_up_if_hopeless(self) -> None:
+        if self.skipped_in_a_row < MOST_SKIPPED_STEPS:
             return
-        self.skipped_in_a_row += 1
-        self.folder.event("fault", step=self.step, what="gradient not finite, update skipped")
-        if self.skipped_in_a_row >= MOST_SKIPPED_STEPS:
-            raise TrainError(
-                "E-NOT-FINITE",
-                f"the gradient was not finite in {self.skipped_in_a_row} steps in a row up to "
-                f"step {self.step}",
-                "lower optimizer.lr or lengthen schedule.warmup, and start from an earlier "
-                "checkpoint",
-            )
+        raise TrainError(
+            "E-NOT-FINITE",
+            f"the gradient was not finite in {self.skipped_in_a_row} steps in a row up to step "
+            f"{self.step}",
+            "lower optimizer.lr or lengthen schedule.warmup, and start from an earlier checkpoint",
+        )
 
     def _validate(self) -> float:
-        return validation_loss(
+        """Held-out loss of the model as it is; noted as the run's result and as an event."""
+        loss = validation_loss(
             self.model,
             self.held_out,
             sequences=self.config.eval.sequences,
             batch_size=self.config.train.micro_batch_size or self.config.train.batch_size,
             chunk=self.config.train.loss_chunk,
         )
+        self.results["loss/validation"] = loss
+        self.folder.event("eval", step=self.step, **{"loss/validation": loss})
+        return loss
 
     def _save(self) -> None:
         started_s = time.perf_counter()
         meta = {
             "tokens": self.step * self.config.tokens_per_step,
             "updates": self.updates,
+            "steps": self.config.train.steps,
             "fingerprint": fingerprint(self.fields),
             "fields": self.fields,
             "layout": self.layout.sizes(),
@@ -261,11 +288,14 @@ class _Training:
             meta,
             keep=self.config.checkpoint.keep,
         )
-        self.checkpoint_ms = (time.perf_counter() - started_s) * 1e3
-        self.folder.event("checkpoint", step=self.step, commit_ms=self.checkpoint_ms)
+        self.saved_step = self.step
+        milliseconds = (time.perf_counter() - started_s) * 1e3
+        # Saved in the foreground, a checkpoint stalls the training for as long as it takes.
+        self.save_ms = {"checkpoint/stall_ms": milliseconds, "checkpoint/commit_ms": milliseconds}
+        self.folder.event("checkpoint", step=self.step, commit_ms=milliseconds)
 
     def _resume(self, allow_changes: bool) -> list[str]:
-        """Takes the newest sound checkpoint, if any; returns what is wrong with newer ones."""
+        """Takes the newest sound checkpoint, if any; returns what should be noted as faults."""
         checkpoint, problems = newest_sound_checkpoint(self.folder.checkpoints)
         for problem in problems:
             self.observer.message(f"warning {problem}")
@@ -278,15 +308,22 @@ class _Training:
                 f"{checkpoint.path} was made with another configuration ({'; '.join(changed)})",
                 "restore these values, choose another run.dir, or pass --allow-changes",
             )
-        self.step = checkpoint.step
+        self.step = self.saved_step = checkpoint.step
         self.updates = int(checkpoint.meta["updates"])
         restore_state(self.model, self.optimizer, checkpoint.tensors(), self.updates)
         self.observer.message(f"resuming from {checkpoint.path.name}")
+        before, now = checkpoint.meta["steps"], self.config.train.steps
+        if before != now:
+            self.observer.message(
+                f"warning train.steps {before} -> {now}: where schedule.warmup and schedule.decay "
+                "are shares of the run, the learning rate is now another one"
+            )
         return problems
 
     def _description(self) -> dict[str, Any]:
         """What run.json says beside the run folder's own fields."""
         run = self.config.run
+        dtype = DTYPES[self.config.precision.dtype]
         return {
             "name": run.name or self.folder.record["run_id"],
             "tags": run.tags,
@@ -296,6 +333,7 @@ class _Training:
             "fingerprint": fingerprint(self.fields),
             "layout": self.layout.sizes(),
             "device": self._device_name(),
+            "backend": pick_backend(None, self.device.type, dtype),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "data": {"dir": str(self.config.data_dir), "tokens": self.data.train.tokens},
         }
@@ -305,24 +343,22 @@ class _Training:
             return torch.cuda.get_device_name(self.device)
         return f"cpu ({torch.get_num_threads()} threads)"
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Notes SIGINT and SIGTERM while the steps run; the second one interrupts at once."""
+    def _outcome(self, status: str) -> Outcome:
+        stopped_by = self.interrupt.signal if status == "interrupted" else None
+        return Outcome(status, self.step, self.model, self.results, stopped_by)
 
-        def note(number: int, _frame: object) -> None:
-            if self.signal is not None:
-                raise KeyboardInterrupt
-            self.signal = signal.Signals(number)
-            self.observer.message(f"{self.signal.name}: finishing this step, then saving")
 
-        previous = {
-            number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+def _vocab_size(config: Config, data: TrainingData) -> int:
+    """Rows of the embedding. Raises TrainError if the tokenizer has more ids."""
+    needed = data.tokenizer.vocab_size
+    asked = config.model.vocab_size or needed
+    if asked < needed:
+        raise TrainError(
+            "E-CONFIG",
+            f"model.vocab_size: {asked} rows for a tokenizer of {needed} ids",
+            "raise it, or leave it out to follow the tokenizer",
+        )
+    return asked
 
 
 def _changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

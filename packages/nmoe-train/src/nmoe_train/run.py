@@ -1,7 +1,6 @@
 """A run from its configuration to its report: what `nmoe-train run` and `quickstart` do."""
 
 from nmoe_data.loader import Loader
-from nmoe_data.stats import unigram_loss
 
 from nmoe_train.config import Config
 from nmoe_train.console import ConsoleObserver
@@ -31,12 +30,12 @@ def run_config(
         if data.note is not None:
             observer.message(data.note)
         outcome = train(config, data, layout, observer, allow_changes=allow_changes)
-    if outcome.validation_loss is None:
+    if outcome.status != "completed":
         observer.message(f"saved at step {outcome.step}; the same command goes on from there")
         return outcome
     _continue_held_out_text(config, data, outcome, observer)
-    unigram = unigram_loss(data.train, data.held_out)
-    observer.message(f"validation loss {outcome.validation_loss:.2f} (unigram {unigram:.2f})")
+    model, unigram = outcome.results["loss/validation"], outcome.results["loss/unigram"]
+    observer.message(f"validation loss {model:.2f} (unigram {unigram:.2f})")
     observer.message(f"dashboard: nviz serve {config.run.dir.parent}")
     return outcome
 

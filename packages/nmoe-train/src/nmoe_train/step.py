@@ -2,7 +2,7 @@
 
 Every loss is a mean over the whole global batch, whatever the split into micro-batches: the
 cross-entropy over all predictions, the z-loss over all tokens, the balancing loss over all
-sequences. Nothing is read back from the device until the step is queued.
+sequences. This module reads nothing back from the device until the step is queued.
 """
 
 from collections.abc import Iterator
@@ -84,10 +84,10 @@ def step_record(result: StepResult, model: Transformer) -> tuple[dict[str, Any],
     loads = torch.stack([result.loads[layer] for layer in layers]).cpu()
     blocks = model.moe_blocks()
     biases = torch.stack([router_bias(blocks[layer]) for layer in layers]).cpu()
-    stats = [load_stats(load) for load in loads]
-    for key in ("imbalance", "entropy"):
-        name = "router/load_imbalance" if key == "imbalance" else f"router/{key}"
-        record[name] = sum(float(stat[key]) for stat in stats) / len(stats)
+    stats = load_stats(loads)
+    record["router/load_imbalance"] = float(stats["imbalance"].mean())
+    record["router/entropy"] = float(stats["entropy"].mean())
+    record["router/dead_experts"] = int(stats["dead_experts"].sum())
     record["router/bias_range"] = float((biases.amax(1) - biases.amin(1)).max())
     experts = {"layers": layers, "load": loads.tolist(), "bias": biases.tolist()}
     return record, experts

@@ -100,6 +100,22 @@ def panel_figure(table: Table, panel: Panel, view: View) -> Drawing | None:
     return Drawing(figure, bad)
 
 
+def add_baseline(figure: go.Figure, y: float, label: str) -> None:
+    """A dashed line at height `y` over all that `figure` shows; on any scale, unlike a shape."""
+    xs = [x for trace in figure.data for x in trace.x]
+    figure.add_trace(
+        go.Scatter(
+            x=[min(xs), max(xs)],
+            y=[y, y],
+            name=label,
+            mode="lines",
+            line={"color": GREY, "width": 1.4, "dash": "dash"},
+            hovertemplate="%{y:.5g}",
+        )
+    )
+    figure.update_layout(showlegend=True)
+
+
 def _with_unit(table: Table, axis: Axis) -> tuple[Table, str]:
     """The table with time in a unit that fits its span, and the axis' title."""
     if axis != "time":

@@ -3,28 +3,37 @@
 import csv
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nviz import __version__
 from nviz.errors import VizError
+from nviz.variables import RUNS_VARIABLE, TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    from nviz.store.database import Answer
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Dashboard and SQL over training runs. Reads run folders while trainers write them.",
 )
 
+INTERRUPTED = 130
 Runs = Annotated[Path, typer.Argument(help="Folder that holds runs, or one run's folder")]
+
+# Windows has none; there Streamlit ends by itself on Ctrl-C.
+HAS_SIGNAL_MASK = hasattr(signal, "pthread_sigmask")
 
 # Nothing leaves the machine, nothing watches files, no menu for developers.
 STREAMLIT_OPTIONS: dict[str, Any] = {
@@ -36,34 +45,27 @@ STREAMLIT_OPTIONS: dict[str, Any] = {
     "client_toolbarMode": "minimal",
     "client_showErrorDetails": "none",
     "logger_level": "error",
-    # Both sections are needed: with one theme Streamlit ignores the reader's light or dark choice.
-    "theme_light_primaryColor": "#1F77B4",
-    "theme_dark_primaryColor": "#56B4E9",
     "theme_headingFontSizes": ["2rem", "1.6rem", "1.4rem", "1.2rem", "1.05rem", "1rem"],
     "theme_metricValueFontSize": "1.45rem",
     "theme_paddingTop": "1rem",
     "theme_paddingBottom": "2rem",
-    "theme_chartCategoricalColors": [
-        "#0072B2",
-        "#E69F00",
-        "#009E73",
-        "#CC79A7",
-        "#56B4E9",
-        "#D55E00",
-        "#F0E442",
-        "#999999",
-    ],
 }
 
 
-@app.callback(invoke_without_command=True)
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit")] = False,
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
 ) -> None:
-    """Options of the program itself."""
-    if version:
-        typer.echo(f"nviz {__version__}")
-        raise typer.Exit()
+    """Dashboard and SQL over training runs. Reads run folders while trainers write them."""
 
 
 def is_loopback(host: str) -> bool:
@@ -82,7 +84,7 @@ def check_host(host: str, token: str | None) -> None:
         raise VizError(
             "E-HOST-TOKEN",
             f"{host} can be reached from other machines, and no token is set",
-            "give --token or NVIZ_TOKEN, or leave --host out",
+            f"give --token or {TOKEN_VARIABLE}, or leave --host out",
         )
 
 
@@ -117,17 +119,32 @@ def address(host: str, port: int) -> str:
     return f"http://{name}:{port}"
 
 
-def announce(host: str, port: int) -> None:
-    """Print the address once the server answers."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    for _ in range(600):
-        try:
-            socket.create_connection((reachable, port), timeout=1).close()
-        except OSError:
-            time.sleep(0.1)
-            continue
-        typer.echo(f"nviz serves at {address(host, port)}")
-        return
+def announce(line: str, interrupted: threading.Event) -> None:
+    """Prints `line` once the server is up; then turns a Ctrl-C into the server's orderly end.
+
+    Streamlit answers every signal alike and does not say which one it was. SIGINT is to be blocked
+    in all threads, so that it waits for this one.
+    """
+    # Streamlit sets its handlers as soon as it listens.
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.05)
+    typer.echo(line)
+    if HAS_SIGNAL_MASK:
+        signal.sigwait({signal.SIGINT})
+        interrupted.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def colours() -> dict[str, Any]:
+    """Streamlit's options for the colours of the charts."""
+    from nviz.charts import DARK_PALETTE, PALETTE
+
+    return {
+        # Both sections are needed: with one theme Streamlit ignores the reader's choice.
+        "theme_light_primaryColor": PALETTE[0],
+        "theme_dark_primaryColor": DARK_PALETTE[0],
+        "theme_chartCategoricalColors": list(PALETTE),
+    }
 
 
 @app.command()
@@ -138,7 +155,7 @@ def serve(
     token: Annotated[
         str | None,
         typer.Option(
-            envvar="NVIZ_TOKEN",
+            envvar=TOKEN_VARIABLE,
             help="Ask every visitor for this (?token=...); needed for a host that others can reach",
         ),
     ] = None,
@@ -147,16 +164,21 @@ def serve(
     check_folder(runs)
     check_host(host, token)
     check_port(host, port)
-    os.environ["NVIZ_RUNS"] = str(runs.resolve())
-    os.environ["NVIZ_TOKEN"] = token or ""
+    os.environ[RUNS_VARIABLE] = str(runs.resolve())
+    os.environ[TOKEN_VARIABLE] = token or ""
+    if HAS_SIGNAL_MASK:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     from streamlit import config
     from streamlit.web import bootstrap
 
-    options = STREAMLIT_OPTIONS | {"server_address": host, "server_port": port}
+    options = STREAMLIT_OPTIONS | colours() | {"server_address": host, "server_port": port}
     bootstrap.load_config_options(options)
     config.set_option("logger.hideWelcomeMessage", True)
-    threading.Thread(target=announce, args=(host, port), daemon=True).start()
+    line, interrupted = f"nviz serves at {address(host, port)}", threading.Event()
+    threading.Thread(target=announce, args=(line, interrupted), daemon=True).start()
     bootstrap.run(str(Path(__file__).parent / "app" / "main.py"), False, [], options)
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 @app.command()
@@ -170,12 +192,7 @@ def query(
     check_folder(runs)
     if as_json and as_csv:
         raise VizError("E-QUERY-FORMAT", "--json and --csv exclude each other", "give one of them")
-    from nviz.store.database import Database
-    from nviz.store.runs import RunIndex
-
-    needs_metrics = any(name in sql.lower() for name in ("metrics", "events"))
-    database = Database(RunIndex(runs).refresh().values(), metrics=needs_metrics)
-    answer = database.query(sql)
+    answer = _answer(runs, sql)
     if as_json:
         _print_json(answer.columns, answer.rows)
     elif as_csv:
@@ -184,22 +201,46 @@ def query(
         _print_table(answer.columns, answer.rows)
 
 
+def _answer(runs: Path, sql: str) -> "Answer":
+    from nviz.store.database import Database
+    from nviz.store.runs import RunIndex
+
+    needs_metrics = any(name in sql.lower() for name in ("metrics", "events"))
+    try:
+        database = Database(RunIndex(runs).refresh().values(), metrics=needs_metrics)
+    except RuntimeError as error:
+        # So DuckDB names a Ctrl-C that came while it worked.
+        if str(error) != "Query interrupted":
+            raise
+        raise KeyboardInterrupt from error
+    # In another thread, as a long statement in the main one keeps Python from seeing Ctrl-C.
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(database.query, sql)
+        try:
+            return answer.result()
+        except KeyboardInterrupt:
+            database.interrupt()
+            raise
+
+
 def _print_json(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
     """Non-finite numbers are words, as in the run folder, since JSON has no others."""
+    from nviz.store.parse import non_finite_word
+
+    def plain(value: object) -> object:
+        return (non_finite_word(value) or value) if isinstance(value, float) else value
+
     for row in rows:
-        record = {name: _plain(value) for name, value in zip(columns, row, strict=True)}
+        record = {name: plain(value) for name, value in zip(columns, row, strict=True)}
         typer.echo(json.dumps(record, default=str, ensure_ascii=False))
-
-
-def _plain(value: object) -> object:
-    words = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-    return words.get(repr(value), value) if isinstance(value, float) else value
 
 
 def _print_csv(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows(rows)
+    # Now, while main can still answer for a reader that is gone.
+    sys.stdout.flush()
 
 
 def _print_table(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
@@ -216,12 +257,18 @@ def _print_table(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
 
 
 def main() -> None:
-    """Entry of the console script: errors are one line and exit code 2, Ctrl-C is 130."""
+    """Runs the command line; a problem the user can mend is one line and exit code 2."""
     try:
         app()
     except VizError as error:
         typer.echo(f"error {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(130)
+    except SystemExit as end:
+        # Typer has turned an interrupt inside a command into this code.
+        if end.code == INTERRUPTED:
+            typer.echo("interrupted", err=True)
+        raise
+    except BrokenPipeError:
+        # The reader of our output is gone; Python would complain once more while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -10,5 +10,3 @@ class VizError(Exception):
     def __init__(self, code: str, what: str, remedy: str) -> None:
         super().__init__(f"{code}: {what}; {remedy}")
         self.code = code
-        self.what = what
-        self.remedy = remedy

@@ -15,9 +15,8 @@ import streamlit as st
 from nviz.errors import VizError
 from nviz.formats import escaped, status
 from nviz.store import Run, Workspace
+from nviz.variables import RUNS_VARIABLE, TOKEN_VARIABLE
 
-RUNS_VARIABLE = "NVIZ_RUNS"
-TOKEN_VARIABLE = "NVIZ_TOKEN"
 REFRESH_S = 2.0
 BADGE_COLOURS = {
     "running": "blue",

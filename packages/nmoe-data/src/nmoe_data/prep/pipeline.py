@@ -13,7 +13,7 @@ from pathlib import Path
 
 import nmoe_data
 from nmoe_data.errors import DataError
-from nmoe_data.files import sha256_file, sync_folder
+from nmoe_data.files import sha256_file, sync_path
 from nmoe_data.prep.rejects import REJECTED_NAME, RejectLog
 from nmoe_data.prep.result import (
     HELD_OUT,
@@ -30,10 +30,10 @@ from nmoe_data.shards.layout import SCHEMA_VERSION, token_dtype
 from nmoe_data.sources import Document, Rejection, SourceFile, read_documents
 from nmoe_data.tokenizer import CONFIG_NAME, Tokenizer
 
-_BATCH_DOCUMENTS = 128
-_BATCH_CHARACTERS = 1 << 21
-_CHECKPOINT_SECONDS = 5.0
-_log = logging.getLogger("nmoe_data")
+BATCH_DOCUMENTS = 128
+BATCH_CHARACTERS = 1 << 21
+CHECKPOINT_SECONDS = 5.0
+logger = logging.getLogger("nmoe_data")
 
 
 class Pipeline:
@@ -84,7 +84,7 @@ class Pipeline:
         )
 
     def _check_sources(self) -> None:
-        """Refuse to go on inside a file that has changed since the run was begun."""
+        """Refuses to go on inside a file that has changed since the run was begun."""
         number = self._state.cursor.file
         if number >= len(self._state.sources):
             return
@@ -101,18 +101,18 @@ class Pipeline:
         for batch in self._batches():
             self._write_batch(batch)
             self._report(batch[-1])
-            if time.monotonic() - saved > _CHECKPOINT_SECONDS:
+            if time.monotonic() - saved > CHECKPOINT_SECONDS:
                 self._checkpoint()
                 saved = time.monotonic()
 
     def _batches(self) -> Iterator[list[Document | Rejection]]:
-        """Yield runs of records; where they are cut follows from the cursor alone."""
+        """Yields runs of records; where they are cut follows from the cursor alone."""
         batch: list[Document | Rejection] = []
         characters = 0
         for item in self._limited():
             batch.append(item)
             characters += len(item.text) if isinstance(item, Document) else 0
-            if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0
         if batch:
@@ -150,14 +150,23 @@ class Pipeline:
             detail = "the tokenizer made its end-of-document id out of text"
             self._reject(document.source_index, document.byte_offset, "end-id-in-text", detail)
             return
-        held_out = document.id < self._state.arguments["held_out"] * 2.0**64
-        self._writers[HELD_OUT if held_out else TRAIN].append(
+        self._writers[self._split_of(document)].append(
             ids,
             source=document.source_index,
             offset=document.byte_offset,
             document_id=document.id,
         )
         self._state.counts.documents_out += 1
+
+    def _split_of(self, document: Document) -> str:
+        """Held out by the hash of the text; but the first document always trains.
+
+        A source of one document, a single file, would else be all held out, or not, by its hash.
+        """
+        if self._state.first_document is None:
+            self._state.first_document = document.id
+        held_out = document.id < self._state.arguments["held_out"] * 2.0**64
+        return HELD_OUT if held_out and document.id != self._state.first_document else TRAIN
 
     def _reject(self, source_index: int, offset: int, reason: str, detail: str) -> None:
         rejected = self._state.counts.rejected
@@ -166,7 +175,7 @@ class Pipeline:
         self._rejects.append(f"{file.root}/{file.name}", offset, reason, detail)
 
     def _begin_sources(self, source_index: int) -> None:
-        """Note every file up to this one, with its hash, in the order of the listing."""
+        """Notes every file up to this one, with its hash, in the order of the listing."""
         for file in self._files[len(self._state.sources) : source_index + 1]:
             entry = {"root": file.root, "name": file.name, "size": file.size, "sha256": None}
             with suppress(OSError):  # the reader has rejected it as unreadable
@@ -210,26 +219,24 @@ class Pipeline:
         for split in reversed(self._splits()):
             write_manifest(self._out / split, manifests[split])
         (self._out / STATE_NAME).unlink()
-        sync_folder(self._out)
+        sync_path(self._out)
         counts = self._state.counts
-        _log.info("prepared %d documents, rejected %s", counts.documents_out, counts.rejected)
+        logger.info("prepared %d documents, rejected %s", counts.documents_out, counts.rejected)
         return describe_result(self._out, manifests, reused=False)
 
     def _check_not_empty(self) -> None:
         if self._writers[TRAIN].documents:
             return
-        kept, reasons = self._state.counts.documents_out, self._state.counts.to_json()["rejected"]
-        if kept:
-            what = f"all {kept} documents fell into the held-out split"
-            remedy = "give more text or a smaller held-out share, and another --out"
-        else:
-            what = f"the source holds no usable text (rejected: {reasons})"
-            remedy = f"see {self._out / REJECTED_NAME} for each record and its reason"
-            self._forget()
-        raise DataError("E-NO-TEXT", what, remedy)
+        self._forget()
+        raise DataError(
+            "E-NO-TEXT",
+            "the source holds no usable text "
+            f"(rejected: {self._state.counts.to_json()['rejected']})",
+            f"see {self._out / REJECTED_NAME} for each record and its reason",
+        )
 
     def _forget(self) -> None:
-        """Leave only the reject file, so that the same folder can be used for a better source."""
+        """Leaves only the reject file, so that the same folder can be used for a better source."""
         for split in self._splits():
             with suppress(OSError):  # not empty: then it holds something that is not ours
                 (self._out / split).rmdir()

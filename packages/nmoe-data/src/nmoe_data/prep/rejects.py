@@ -22,17 +22,17 @@ class RejectLog:
         self._pending: list[bytes] = []
 
     def append(self, source: str, offset: int, reason: str, detail: str) -> None:
-        """Note one refused record."""
+        """Notes one refused record."""
         row = {"source": source, "offset": offset, "reason": reason, "detail": detail}
         self._pending.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
 
     def checkpoint(self) -> int:
-        """Make all rows durable and return the size of the file."""
+        """Makes all rows durable and returns the size of the file."""
         write_all(self._file, b"".join(self._pending))
         self._pending.clear()
         os.fsync(self._file.fileno())
         return self._file.tell()
 
     def close(self) -> None:
-        """Release the file."""
+        """Releases the file."""
         self._file.close()

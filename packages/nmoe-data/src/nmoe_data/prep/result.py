@@ -41,7 +41,7 @@ Progress = Callable[[PrepProgress], None]
 
 
 def describe_result(out: Path, manifests: dict[str, Manifest], *, reused: bool) -> PrepResult:
-    """Return what the manifests of a finished run say."""
+    """Returns what the manifests of a finished run say."""
     held_out = manifests.get(HELD_OUT)
     return PrepResult(
         out=out,

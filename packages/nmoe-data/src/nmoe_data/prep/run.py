@@ -1,11 +1,13 @@
 """The entry to a run: checks the arguments, then starts it, goes on, or returns what is there."""
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nmoe_data.errors import DataError
-from nmoe_data.files import only_writer, os_errors_as_data_errors
+from nmoe_data.files import only_writer, os_errors
 from nmoe_data.prep.pipeline import Pipeline
 from nmoe_data.prep.rejects import REJECTED_NAME
 from nmoe_data.prep.result import (
@@ -22,18 +24,20 @@ from nmoe_data.prep.state import (
     check_same_arguments,
     read_state,
 )
-from nmoe_data.shards import map_shard, read_manifest
-from nmoe_data.shards.layout import MANIFEST_NAME, token_dtype
+from nmoe_data.shards import map_dataset, read_manifest
+from nmoe_data.shards.layout import MANIFEST_NAME
 from nmoe_data.sources import (
     Source,
+    SourceFile,
     list_files,
     listing_hash,
     sample_texts,
+    source_list,
 )
 from nmoe_data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 DEFAULT_SHARD_TOKENS = 1 << 26
-_BPE_SAMPLE_BYTES = 4 << 20
+BPE_SAMPLE_BYTES = 4 << 20
 
 
 def prep(
@@ -45,30 +49,31 @@ def prep(
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     limit_bytes: int | None = None,
     text_field: str = "text",
+    exclude: Sequence[Path] = (),
     progress: Progress | None = None,
 ) -> PrepResult:
-    """Turn sources into OUT/train (and OUT/held-out), OUT/tokenizer.json and OUT/rejected.jsonl.
+    """Turns sources into OUT/train (and OUT/held-out), OUT/tokenizer.json and OUT/rejected.jsonl.
 
-    Args:
-        source: a folder, a file, "python-stdlib", or a list of these.
-        out: made if missing; an unfinished run in it goes on, a finished one is returned as it is.
-        tokenizer: a tokenizer, "bytes", the path of a tokenizer.json, or "bpe:N", which trains one
-            of N ids on a sample of the source.
-        held_out: the share of documents that goes to OUT/held-out, by the hash of their text.
-        shard_tokens: most tokens in a shard, unless one document alone has more.
-        limit_bytes: stop after the document with which the accepted text reaches so many bytes.
-        text_field: the field of JSON records, or the column of Parquet files, that holds the text.
-        progress: called between batches; a KeyboardInterrupt raised in it stops the run cleanly.
+    source: a folder, a file, "python-stdlib", or a list of these; files in `out` are no part of it.
+    out: made if missing; an unfinished run in it goes on, a finished one is returned as it is.
+    tokenizer: a tokenizer, "bytes", the path of a tokenizer.json, or "bpe:N", which trains one of N
+    ids on a sample of the source. held_out: the share of documents that goes to OUT/held-out, by
+    the hash of their text. shard_tokens: most tokens in a shard, unless one document alone has
+    more. limit_bytes: stop after the document with which the accepted text reaches so many bytes.
+    text_field: the field of JSON records, or the column of Parquet files, that holds the text.
+    exclude: folders that are no part of the source either. progress: called between batches; a
+    KeyboardInterrupt raised in it stops the run cleanly.
 
-    Raises:
-        DataError: for a source, an output folder or arguments that do not work. One bad record
-            never raises: it goes to rejected.jsonl.
+    Raises DataError for a source, an output folder or arguments that do not work: E-ARGUMENT,
+    E-SOURCE-MISSING, E-SOURCE-EMPTY, E-SOURCE-CHANGED, E-NO-TEXT, E-OUT-DIFFERS, E-OUT-NOT-EMPTY,
+    E-OUT-BUSY, E-RESUME-STATE, E-TOKENIZER-DRIFT, and those of `load_tokenizer`, `train_bpe` and
+    `os_errors`. One bad record never raises: it goes to rejected.jsonl.
     """
     _check_arguments(held_out, shard_tokens, limit_bytes)
-    files = list_files(source)
     out = Path(out)
-    arguments = {
-        "sources": [str(s) for s in ([source] if isinstance(source, str | Path) else source)],
+    files = list_files(source, [out, *exclude])
+    arguments: dict[str, Any] = {
+        "sources": source_list(source),
         "source_files": listing_hash(files),
         "tokenizer": _tokenizer_argument(tokenizer),
         "held_out": held_out,
@@ -76,7 +81,7 @@ def prep(
         "limit_bytes": limit_bytes,
         "text_field": text_field,
     }
-    with os_errors_as_data_errors("write", out):
+    with os_errors("write", out):
         out.mkdir(parents=True, exist_ok=True)
         with only_writer(out):
             finished = _finished(out, arguments)
@@ -87,9 +92,16 @@ def prep(
                 _check_unused(out)
             else:
                 check_same_arguments(out, state.arguments, arguments)
-            chosen = _choose_tokenizer(tokenizer, source, out, state, text_field)
+                files = _as_first_typed(files, arguments["sources"], state.arguments["sources"])
+            chosen = _choose_tokenizer(tokenizer, files, out, state, text_field)
             state = state or RunState(arguments, _command(), chosen.hash)
             return Pipeline(out, files, chosen, state, progress).run()
+
+
+def _as_first_typed(files: list[SourceFile], now: list[str], before: list[str]) -> list[SourceFile]:
+    """Returns the files under the names of the run that is resumed, so that its bytes stay."""
+    names = dict(zip(now, before, strict=True))
+    return [replace(file, root=names[file.root]) for file in files]
 
 
 def _check_arguments(held_out: float, shard_tokens: int, limit_bytes: int | None) -> None:
@@ -104,12 +116,12 @@ def _check_arguments(held_out: float, shard_tokens: int, limit_bytes: int | None
 
 
 def _command() -> str:
-    """Return how the program was started, without the folder it is installed in."""
+    """Returns how the program was started, without the folder it is installed in."""
     return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _tokenizer_argument(tokenizer: Tokenizer | str) -> str:
-    """Return what two runs must share: the hash, or "bpe:N" for one trained on the source."""
+    """Returns what two runs must share: the hash, or "bpe:N" for one trained on the source."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer.hash
     if str(tokenizer).startswith("bpe:"):
@@ -118,7 +130,11 @@ def _tokenizer_argument(tokenizer: Tokenizer | str) -> str:
 
 
 def _choose_tokenizer(
-    wanted: Tokenizer | str, source: Source, out: Path, state: RunState | None, text_field: str
+    wanted: Tokenizer | str,
+    files: list[SourceFile],
+    out: Path,
+    state: RunState | None,
+    text_field: str,
 ) -> Tokenizer:
     if isinstance(wanted, Tokenizer):
         return wanted
@@ -131,7 +147,7 @@ def _choose_tokenizer(
         size = wanted.removeprefix("bpe:")
         if not size.isdecimal():
             raise DataError("E-ARGUMENT", f"tokenizer is {wanted}", "give bpe:N, as in bpe:4096")
-        tokenizer = train_bpe(sample_texts(source, _BPE_SAMPLE_BYTES, 0, text_field), int(size))
+        tokenizer = train_bpe(sample_texts(files, BPE_SAMPLE_BYTES, 0, text_field), int(size))
     if state is not None and tokenizer.hash != state.tokenizer_hash:
         raise DataError(
             "E-TOKENIZER-DRIFT",
@@ -142,7 +158,7 @@ def _choose_tokenizer(
 
 
 def _check_unused(out: Path) -> None:
-    """Refuse a folder that holds other things; a reject file alone is of a run with no text."""
+    """Refuses a folder that holds other things; a reject file alone is of a run with no text."""
     names = sorted(path.name for path in out.iterdir() if path.name != STATE_NAME + ".tmp")
     if names not in ([], [REJECTED_NAME]):
         raise DataError(
@@ -153,7 +169,7 @@ def _check_unused(out: Path) -> None:
 
 
 def _finished(out: Path, arguments: dict[str, Any]) -> PrepResult | None:
-    """Return the result of a finished run in `out` after a cheap check, or None."""
+    """Returns the result of a finished run in `out` after a cheap check, or None."""
     if (out / STATE_NAME).exists() or not (out / TRAIN / MANIFEST_NAME).exists():
         return None
     manifest = read_manifest(out / TRAIN)
@@ -162,8 +178,5 @@ def _finished(out: Path, arguments: dict[str, Any]) -> PrepResult | None:
     if arguments["held_out"]:
         manifests[HELD_OUT] = read_manifest(out / HELD_OUT)
     for split, found in manifests.items():
-        for shard in found.shards:
-            map_shard(
-                out / split / shard.name, token_dtype(found.tokenizer["vocab_size"]), shard.tokens
-            )
+        map_dataset(out / split, found)
     return describe_result(out, manifests, reused=True)

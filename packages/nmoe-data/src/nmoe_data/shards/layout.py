@@ -16,28 +16,28 @@ import numpy.typing as npt
 import orjson
 
 from nmoe_data.errors import DataError
-from nmoe_data.files import atomic_write
+from nmoe_data.files import atomic_write, os_errors
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 INDEX_DTYPE = np.dtype(
     [("start", "<u8"), ("length", "<u8"), ("source", "<u4"), ("offset", "<u8"), ("id", "<u8")]
 )
-_REDO = "run `nmoe-data prep` again into a new folder"
+REDO = "run `nmoe-data prep` again into a new folder"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the narrowest dtype that holds every id of the vocabulary."""
+    """Returns the narrowest dtype that holds every id of the vocabulary."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of a shard's tokens."""
+    """Returns the file name of a shard's tokens."""
     return f"shard-{number:05d}.npy"
 
 
 def index_name(tokens_name: str) -> str:
-    """Return the file name of the index that belongs to a shard's tokens."""
+    """Returns the file name of the index that belongs to a shard's tokens."""
     return tokens_name.removesuffix(".npy") + ".idx.npy"
 
 
@@ -78,28 +78,30 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `folder`/manifest.json atomically; the same manifest gives the same bytes."""
+    """Writes `folder`/manifest.json atomically; the same manifest gives the same bytes."""
     content = orjson.dumps(asdict(manifest), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     atomic_write(folder / MANIFEST_NAME, content)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check `folder`/manifest.json.
+    """Reads and checks `folder`/manifest.json.
 
-    Raises:
-        DataError: E-DATASET-MISSING, E-MANIFEST-INVALID or E-SCHEMA-VERSION.
+    Raises DataError: E-DATASET-MISSING, E-MANIFEST-INVALID or E-SCHEMA-VERSION, or those of
+    `os_errors` if it cannot be read.
     """
     path = folder / MANIFEST_NAME
-    if not path.is_file():
-        raise DataError(
-            "E-DATASET-MISSING",
-            f"{folder} is not a finished dataset (no {MANIFEST_NAME})",
-            "give the train or held-out folder that `nmoe-data prep` wrote",
-        )
+    with os_errors("read", path):
+        if not path.is_file():
+            raise DataError(
+                "E-DATASET-MISSING",
+                f"{folder} is not a finished dataset (no {MANIFEST_NAME})",
+                "give the train or held-out folder that `nmoe-data prep` wrote",
+            )
+        data = path.read_bytes()
     try:
-        content = orjson.loads(path.read_bytes())
+        content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise DataError("E-MANIFEST-INVALID", f"{path} is not JSON ({error})", _REDO) from error
+        raise DataError("E-MANIFEST-INVALID", f"{path} is not JSON ({error})", REDO) from error
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
         raise DataError(
@@ -116,13 +118,13 @@ def _parse(content: dict[str, Any], path: Path) -> Manifest:
         known["shards"] = [ShardInfo(**shard) for shard in known["shards"]]
     except (KeyError, TypeError) as error:
         raise DataError(
-            "E-MANIFEST-INVALID", f"{path} lacks or misnames a field ({error})", _REDO
+            "E-MANIFEST-INVALID", f"{path} lacks or misnames a field ({error})", REDO
         ) from error
     return Manifest(**known)
 
 
 def npy_header(dtype: np.dtype[Any], rows: int) -> bytes:
-    """Return the header of a one-dimensional `.npy`; its size does not depend on `rows`."""
+    """Returns the header of a one-dimensional `.npy`; its size does not depend on `rows`."""
     header = io.BytesIO()
     descr = np.lib.format.dtype_to_descr(dtype)
     # NumPy pads the header so that the first axis can grow in place.
@@ -133,21 +135,39 @@ def npy_header(dtype: np.dtype[Any], rows: int) -> bytes:
 
 
 def map_shard(path: Path, dtype: np.dtype[Any], rows: int) -> npt.NDArray[Any]:
-    """Memory-map a one-dimensional `.npy` whose header and size are exactly what is expected.
+    """Memory-maps a one-dimensional `.npy` whose header and size are exactly what is expected.
 
-    Raises:
-        DataError: E-SHARD-MISSING or E-SHARD-LAYOUT, naming the file.
+    Raises DataError: E-SHARD-MISSING or E-SHARD-LAYOUT, or those of `os_errors` if it cannot be
+    read, naming the file.
     """
-    if not path.is_file():
-        raise DataError("E-SHARD-MISSING", f"{path} is not there", _REDO)
     expected = npy_header(dtype, rows)
     size = len(expected) + rows * dtype.itemsize
-    with path.open("rb") as file:
-        header = file.read(len(expected))
-    if header != expected or path.stat().st_size != size:
-        raise DataError(
-            "E-SHARD-LAYOUT",
-            f"{path} is not a .npy file of {rows} rows of {dtype} in {size} bytes",
-            _REDO,
+    with os_errors("read", path):
+        if not path.is_file():
+            raise DataError("E-SHARD-MISSING", f"{path} is not there", REDO)
+        with path.open("rb") as file:
+            header = file.read(len(expected))
+        if header != expected or path.stat().st_size != size:
+            raise DataError(
+                "E-SHARD-LAYOUT",
+                f"{path} is not a .npy file of {rows} rows of {dtype} in {size} bytes",
+                REDO,
+            )
+        return np.memmap(path, dtype, mode="r", offset=len(expected), shape=(rows,))
+
+
+def map_dataset(
+    folder: Path, manifest: Manifest
+) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Memory-maps the tokens and the index of every shard, each as the manifest describes it.
+
+    Raises DataError: those of `map_shard`.
+    """
+    dtype = token_dtype(manifest.tokenizer["vocab_size"])
+    return [
+        (
+            map_shard(folder / shard.name, dtype, shard.tokens),
+            map_shard(folder / index_name(shard.name), INDEX_DTYPE, shard.documents),
         )
-    return np.memmap(path, dtype, mode="r", offset=len(expected), shape=(rows,))
+        for shard in manifest.shards
+    ]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nmoe_data.errors import DataError
-from nmoe_data.files import sha256_file
+from nmoe_data.files import os_errors, sha256_file
 from nmoe_data.shards.layout import (
     INDEX_DTYPE,
     Manifest,
@@ -21,13 +21,12 @@ from nmoe_data.shards.layout import (
 
 
 def find_problems(folder: Path) -> list[str]:
-    """Return every fault of a dataset folder as a line that names the file; none if it is whole.
+    """Returns every fault of a dataset folder as a line that names the file; none if it is whole.
 
     Checks hashes, dtypes, counts, the range of ids, that index rows tile the tokens, that each
     document ends with the end-of-document token and holds no other, and that sources exist.
 
-    Raises:
-        DataError: if there is no readable manifest.
+    Raises DataError: those of `read_manifest`, if there is no readable manifest.
     """
     manifest = read_manifest(folder)
     problems = list(_total_problems(folder, manifest))
@@ -37,6 +36,20 @@ def find_problems(folder: Path) -> list[str]:
         except DataError as error:
             problems.append(str(error))
     return problems
+
+
+def changed_files(folder: Path, shard: ShardInfo) -> Iterator[Path]:
+    """Yields those files of a shard, tokens and index, whose SHA-256 is not the recorded one.
+
+    Raises DataError: those of `os_errors` if one cannot be read.
+    """
+    recorded = {shard.name: shard.sha256, index_name(shard.name): shard.index_sha256}
+    for name, expected in recorded.items():
+        path = folder / name
+        with os_errors("read", path):
+            changed = path.is_file() and sha256_file(path) != expected
+        if changed:
+            yield path
 
 
 def _total_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -50,10 +63,9 @@ def _total_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _shard_problems(folder: Path, manifest: Manifest, shard: ShardInfo) -> Iterator[str]:
+    for path in changed_files(folder, shard):
+        yield f"E-SHARD-CHECKSUM: {path} is not what was written; prepare it again"
     tokens_path, index_path = folder / shard.name, folder / index_name(shard.name)
-    for path, expected in ((tokens_path, shard.sha256), (index_path, shard.index_sha256)):
-        if path.is_file() and sha256_file(path) != expected:
-            yield f"E-SHARD-CHECKSUM: {path} is not what was written; prepare it again"
     vocab_size = manifest.tokenizer["vocab_size"]
     tokens = map_shard(tokens_path, token_dtype(vocab_size), shard.tokens)
     index = map_shard(index_path, INDEX_DTYPE, shard.documents)

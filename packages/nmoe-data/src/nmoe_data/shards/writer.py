@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nmoe_data.errors import DataError
-from nmoe_data.files import sha256_file, sync_folder, write_all
+from nmoe_data.files import sha256_file, sync_path, write_all
 from nmoe_data.shards.layout import (
     INDEX_DTYPE,
     ShardInfo,
@@ -28,7 +28,7 @@ from nmoe_data.shards.layout import (
 )
 
 PARTIAL_SUFFIX = ".partial"
-_FLUSH_TOKENS = 1 << 19
+FLUSH_TOKENS = 1 << 19
 
 
 @dataclass(slots=True)
@@ -40,12 +40,12 @@ class WriterState:
     open_documents: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return a plain dictionary for state.json."""
+        """Returns a plain dictionary for state.json."""
         return asdict(self)
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> "WriterState":
-        """Read what `to_json` wrote."""
+        """Reads what `to_json` wrote."""
         shards = [ShardInfo(**shard) for shard in content["shards"]]
         return WriterState(shards, content["open_tokens"], content["open_documents"])
 
@@ -103,12 +103,9 @@ class _GrowingArray:
 class ShardWriter:
     """Appends documents to the shards of one dataset folder.
 
-    Args:
-        folder: where the shards go; made if missing.
-        vocab_size: ids must be below it.
-        end_of_document_id: appended to every document.
-        shard_tokens: most tokens in a shard, unless one document alone has more.
-        state: where an earlier writer was at its last checkpoint.
+    folder: where the shards go; made if missing. vocab_size: ids must be below it.
+    end_of_document_id: appended to every document. shard_tokens: most tokens in a shard, unless one
+    document alone has more. state: where an earlier writer was at its last checkpoint.
     """
 
     def __init__(
@@ -146,11 +143,10 @@ class ShardWriter:
         return sum(shard.documents for shard in self.shards) + self._open_documents
 
     def append(self, ids: list[int], *, source: int, offset: int, document_id: int) -> None:
-        """Add one document and its end-of-document token.
+        """Adds one document and its end-of-document token.
 
-        Raises:
-            DataError: E-TOKEN-RANGE if an id is outside the vocabulary.
-            OSError: if the disk refuses; the last checkpoint stays good.
+        Raises DataError: E-TOKEN-RANGE if an id is outside the vocabulary; OSError if the disk
+        refuses, and the last checkpoint stays good.
         """
         tokens = self._narrow(ids)
         if self._open_tokens and self._open_tokens + len(tokens) > self._shard_tokens:
@@ -159,25 +155,25 @@ class ShardWriter:
         self._pending_rows.append((self._open_tokens, len(tokens), source, offset, document_id))
         self._open_tokens += len(tokens)
         self._open_documents += 1
-        if self._open_tokens - self._written_tokens() >= _FLUSH_TOKENS:
+        if self._open_tokens - self._written_tokens() >= FLUSH_TOKENS:
             self._flush()
 
     def checkpoint(self) -> WriterState:
-        """Make everything appended so far durable and return what `state` resumes from."""
+        """Makes everything appended so far durable and returns what `state` resumes from."""
         self._flush()
         for file in self._files or ():
             file.sync()
-        sync_folder(self.folder)
+        sync_path(self.folder)
         return WriterState(list(self.shards), self._open_tokens, self._open_documents)
 
     def finish(self) -> list[ShardInfo]:
-        """Seal the open shard and return all shards."""
+        """Seals the open shard and returns all shards."""
         if self._open_tokens:
             self._seal()
         return list(self.shards)
 
     def close(self) -> None:
-        """Release the open files without sealing; what came after the last checkpoint is lost."""
+        """Releases the open files without sealing; what came after the last checkpoint is lost."""
         for file in self._files or ():
             file.close()
         self._files = None
@@ -224,7 +220,7 @@ class ShardWriter:
         self._flush()
         for file in self._open_files():
             file.seal()
-        sync_folder(self.folder)
+        sync_path(self.folder)
         self.shards.append(self._describe(*self._paths()))
         self._files = None
         self._open_tokens = self._open_documents = 0

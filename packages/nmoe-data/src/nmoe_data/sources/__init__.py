@@ -3,7 +3,15 @@
 Every record is either a document with its origin or a rejection with its reason.
 """
 
-from nmoe_data.sources.listing import PYTHON_STDLIB, Source, SourceFile, list_files, listing_hash
+from nmoe_data.sources.listing import (
+    PYTHON_STDLIB,
+    Source,
+    SourceFile,
+    list_files,
+    listing_hash,
+    place_of,
+    source_list,
+)
 from nmoe_data.sources.stream import (
     Cursor,
     Document,
@@ -23,6 +31,8 @@ __all__ = [
     "document_id",
     "list_files",
     "listing_hash",
+    "place_of",
     "read_documents",
     "sample_texts",
+    "source_list",
 ]

@@ -12,9 +12,9 @@ from typing import BinaryIO, cast
 
 import zstandard
 
-_CHUNK_BYTES = 1 << 17
+CHUNK_BYTES = 1 << 17
 # The largest window that `zstd --long=31` writes.
-_LARGEST_WINDOW = 1 << 31
+LARGEST_WINDOW = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Stream:
     raw: BinaryIO
 
     def close(self) -> None:
-        """Close both."""
+        """Closes both."""
         self.data.close()
         self.raw.close()
 
@@ -35,7 +35,7 @@ class _ZstandardReader(io.RawIOBase):
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
         self._frame = self._decompressor.decompressobj()
         self._inside = False
         self._input = b""
@@ -54,7 +54,7 @@ class _ZstandardReader(io.RawIOBase):
         return count
 
     def _fill(self) -> bool:
-        data = self._input or self._raw.read(_CHUNK_BYTES)
+        data = self._input or self._raw.read(CHUNK_BYTES)
         if not data:
             if self._inside:
                 raise EOFError("the file ends inside a zstandard frame")
@@ -70,7 +70,7 @@ class _ZstandardReader(io.RawIOBase):
 
 
 def open_stream(path: Path) -> Stream:
-    """Open a file for reading as decompressed bytes, by its last extension (.gz, .zst or plain).
+    """Opens a file for reading as decompressed bytes, by its last extension (.gz, .zst or plain).
 
     Reading raises EOFError for a file cut inside a frame, `zlib.error`, `gzip.BadGzipFile` or
     `zstandard.ZstdError` for a damaged one.
@@ -79,5 +79,5 @@ def open_stream(path: Path) -> Stream:
     if path.suffix == ".gz":
         return Stream(cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw)
     if path.suffix == ".zst":
-        return Stream(io.BufferedReader(_ZstandardReader(raw), _CHUNK_BYTES), raw)
+        return Stream(io.BufferedReader(_ZstandardReader(raw), CHUNK_BYTES), raw)
     return Stream(raw, raw)

@@ -15,17 +15,16 @@ import orjson
 import zstandard
 
 from nmoe_data.sources.compressed import Stream, open_stream
-from nmoe_data.sources.record import PAST_ALL, Record, from_text
+from nmoe_data.sources.record import BYTE_ORDER_MARK, PAST_ALL, Record, from_text
 
 # A line longer than this is no record; reading it whole would take all memory.
 MAX_LINE_BYTES = 1 << 28
-_SKIP_BYTES = 1 << 20
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_DAMAGED = (EOFError, zlib.error, BadGzipFile, zstandard.ZstdError)
+SKIP_BYTES = 1 << 20
+DAMAGED = (EOFError, zlib.error, BadGzipFile, zstandard.ZstdError)
 
 
 def read_jsonl(path: str, position: int, text_field: str) -> Iterator[Record]:
-    """Yield a record per line from byte `position` (of the decompressed stream) on.
+    """Yields a record per line from byte `position` (of the decompressed stream) on.
 
     A compressed file that is cut or damaged gives one rejection for the rest of it.
     """
@@ -37,7 +36,7 @@ def read_jsonl(path: str, position: int, text_field: str) -> Iterator[Record]:
             end = offset + len(line) + _skip_overlong(stream.data, line)
             yield _record(line, offset, end, stream.raw.tell(), text_field)
             offset = end
-    except _DAMAGED as error:
+    except DAMAGED as error:
         yield _cut(stream, offset, error)
     finally:
         stream.close()
@@ -50,7 +49,7 @@ def _cut(stream: Stream, offset: int, error: Exception) -> Record:
 
 def _skip(data: BinaryIO, count: int) -> None:
     if count and not data.seekable():
-        while count and (block := data.read(min(count, _SKIP_BYTES))):
+        while count and (block := data.read(min(count, SKIP_BYTES))):
             count -= len(block)
     elif count:
         data.seek(count)
@@ -65,7 +64,7 @@ def _skip_overlong(data: BinaryIO, line: bytes) -> int:
     if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
         return 0
     skipped = 0
-    while part := data.readline(_SKIP_BYTES):
+    while part := data.readline(SKIP_BYTES):
         skipped += len(part)
         if part.endswith(b"\n"):
             break
@@ -77,7 +76,7 @@ def _record(line: bytes, offset: int, end: int, consumed: int, text_field: str) 
         detail = f"longer than {MAX_LINE_BYTES} bytes"
         return Record(offset, end, consumed, None, "line-too-long", detail)
     if offset == 0:
-        line = line.removeprefix(_BYTE_ORDER_MARK)
+        line = line.removeprefix(BYTE_ORDER_MARK)
     if not line.strip():
         return Record(offset, end, consumed, None, "blank-line")
     try:
@@ -101,7 +100,7 @@ def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]
 
 
 def _has_duplicate_field(line: bytes, text_field: str) -> bool:
-    """Tell whether the record names the field twice; orjson would keep the last in silence."""
+    """Tells whether the record names the field twice; orjson would keep the last in silence."""
     if line.count(orjson.dumps(text_field)) < 2:
         return False
     repeated: list[str] = []
@@ -135,15 +134,15 @@ def _from_value(value: Any, at: int, following: int, consumed: int, text_field: 
 
 
 def read_json(path: str, position: int, text_field: str) -> Iterator[Record]:
-    """Yield the elements of a JSON array, a lone object, or else the lines of the file.
+    """Yields the elements of a JSON array, a lone object, or else the lines of the file.
 
     Positions in an array are element numbers. The file is read whole.
     """
     data = Path(path).read_bytes()
     try:
-        value = orjson.loads(data.removeprefix(_BYTE_ORDER_MARK))
+        value = orjson.loads(data.removeprefix(BYTE_ORDER_MARK))
     except orjson.JSONDecodeError as error:
-        if data.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] != b"[":
+        if data.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] != b"[":
             yield from read_jsonl(path, position, text_field)
         elif position == 0:
             reason, detail = _json_problem(data, error)

@@ -6,13 +6,15 @@ becomes a rejection.
 """
 
 import hashlib
+import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from nmoe_data.errors import DataError
-from nmoe_data.files import os_errors_as_data_errors
+from nmoe_data.files import os_errors
 from nmoe_data.sources.jsonl import read_json, read_jsonl
 from nmoe_data.sources.parquet import read_parquet
 from nmoe_data.sources.record import Reader
@@ -20,26 +22,22 @@ from nmoe_data.sources.text import read_text, read_unsupported
 
 PYTHON_STDLIB = "python-stdlib"
 
-_TEXT_EXTENSIONS = """
+TEXT_EXTENSIONS = """
 adoc asm bash bat c cc cfg clj cmake conf cpp cs css csv cu cuh cxx dart diff el erl ex exs f90
 fs go gradle graphql groovy h hpp hs htm html ini ipynb java jl js jsx kt lean less lisp lua m
 md mdx ml mli nim nix patch php pl pm proto ps1 py pyi pyx r rb rs rst sass scala scm scss sh
 sql srt svg swift tcl tex text toml ts tsv tsx txt v vb vhdl vue wat xml yaml yml zig
 """
-_TEXT_NAMES = frozenset({"dockerfile", "makefile", "license", "licence", "readme", "copying"})
-_OUTSIDE_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+TEXT_NAMES = frozenset({"dockerfile", "makefile", "license", "licence", "readme", "copying"})
+OUTSIDE_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """One file to read.
 
-    Attributes:
-        root: what the user named.
-        name: the path below the root, with forward slashes.
-        path: where it is.
-        size: bytes on disk.
-        reader: reads its records.
+    root: what the user named. name: the path below the root, with forward slashes. path: where it
+    is. size: bytes on disk. reader: reads its records.
     """
 
     root: str
@@ -57,52 +55,89 @@ class SourceFile:
 Source = str | Path | Sequence[str | Path]
 
 
-def list_files(source: Source) -> list[SourceFile]:
-    """Return the files of all sources, in the order in which they are read.
+def source_list(source: Source) -> list[str]:
+    """Returns the sources one by one, as they were typed."""
+    return [str(spec) for spec in ([source] if isinstance(source, str | Path) else source)]
 
-    Raises:
-        DataError: E-SOURCE-MISSING or E-SOURCE-EMPTY.
+
+def place_of(spec: str) -> str:
+    """Returns what is the same for two ways of typing one source: its absolute path, or the word.
+
+    Links are not followed.
     """
-    specs = [source] if isinstance(source, str | Path) else list(source)
+    return spec if spec == PYTHON_STDLIB else os.path.normpath(Path(spec).absolute())
+
+
+def list_files(source: Source, exclude: Sequence[Path] = ()) -> list[SourceFile]:
+    """Returns the files of all sources, in the order in which they are read.
+
+    exclude: folders (or files) that are left out where they lie below a source, or are one; a
+    source that is named inside one of them is read.
+    Raises DataError: E-SOURCE-MISSING, E-SOURCE-KIND or E-SOURCE-EMPTY, or those of `os_errors` for
+    a folder that cannot be listed.
+    """
+    specs = source_list(source)
     if not specs:
         raise DataError("E-SOURCE-MISSING", "no source was named", "name a folder or a file")
-    return [file for spec in specs for file in _list_one(str(spec))]
+    return [file for spec in specs for file in _list_one(spec, exclude)]
 
 
 def listing_hash(files: Iterable[SourceFile]) -> str:
-    """Return a hash of the files' roots, names and sizes, to notice that a source has changed."""
+    """Returns a hash of the files' names and sizes, source by source, to notice a change.
+
+    How the sources were typed, and where they lie, does not count.
+    """
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.root}\0{file.name}\0{file.size}\n".encode())
+    for number, (_, group) in enumerate(groupby(files, key=lambda file: file.root)):
+        for file in group:
+            digest.update(f"{number}\0{file.name}\0{file.size}\n".encode())
     return digest.hexdigest()
 
 
-def _list_one(spec: str) -> list[SourceFile]:
+def _list_one(spec: str, exclude: Sequence[Path]) -> list[SourceFile]:
     if spec == PYTHON_STDLIB:
         return _list_stdlib()
     root = Path(spec)
-    if not root.exists():
-        raise DataError(
-            "E-SOURCE-MISSING",
-            f"there is no file or folder {spec}",
-            f"check the path, or name {PYTHON_STDLIB} for text that is always there",
-        )
-    with os_errors_as_data_errors("list", root):
+    with os_errors("list", root):
+        if root.exists() and not (root.is_file() or root.is_dir()):
+            raise DataError(
+                "E-SOURCE-KIND", f"{spec} is a device or a pipe", "name a folder or a regular file"
+            )
+        if not root.exists():
+            raise DataError(
+                "E-SOURCE-MISSING",
+                f"there is no file or folder {spec}",
+                f"check the path, or name {PYTHON_STDLIB} for text that is always there",
+            )
         if root.is_dir():
-            return _list_folder(spec, root)
+            return _list_folder(spec, root, exclude)
         reader = _reader_of(root)
         # The user named this very file, so an unknown extension is taken as text.
         reader = read_text if reader is read_unsupported else reader
         return [SourceFile(spec, root.name, root, root.stat().st_size, reader)]
 
 
-def _list_folder(spec: str, root: Path) -> list[SourceFile]:
-    paths = [path for path in root.rglob("*") if path.is_file() and not _hidden(path, root)]
+def _list_folder(spec: str, root: Path, exclude: Sequence[Path]) -> list[SourceFile]:
+    left_out = _inside(root, exclude)
+    paths = [
+        path
+        for path in root.rglob("*")
+        if path.is_file() and not _hidden(path, root) and not left_out(path)
+    ]
     if not paths:
-        raise DataError(
-            "E-SOURCE-EMPTY", f"the folder {spec} holds no files", "name a folder with text in it"
-        )
+        what = f"the folder {spec} holds no files" + (" but those left out" if exclude else "")
+        raise DataError("E-SOURCE-EMPTY", what, "name a folder with text in it")
     return _sorted_files(spec, root, paths)
+
+
+def _inside(root: Path, exclude: Sequence[Path]) -> Callable[[Path], bool]:
+    """Returns a test whether a path below `root` lies in one of `exclude`, links followed."""
+    real_root = root.resolve()
+    folders = [path.resolve() for path in exclude]
+    below = [
+        folder.relative_to(real_root) for folder in folders if folder.is_relative_to(real_root)
+    ]
+    return lambda path: any(path.relative_to(root).is_relative_to(folder) for folder in below)
 
 
 def _list_stdlib() -> list[SourceFile]:
@@ -110,7 +145,7 @@ def _list_stdlib() -> list[SourceFile]:
     paths = [
         path
         for path in root.rglob("*.py")
-        if path.is_file() and not _OUTSIDE_STDLIB.intersection(path.relative_to(root).parts)
+        if path.is_file() and not OUTSIDE_STDLIB.intersection(path.relative_to(root).parts)
     ]
     if not paths:
         raise DataError(
@@ -136,7 +171,7 @@ def _sorted_files(spec: str, root: Path, paths: Iterable[Path]) -> list[SourceFi
 
 
 def _printable(name: str) -> str:
-    """Return a file name that JSON can hold, even if its bytes are no UTF-8."""
+    """Returns a file name that JSON can hold, even if its bytes are no UTF-8."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
@@ -153,8 +188,8 @@ def _reader_of(path: Path) -> Reader:
     if name.endswith(".parquet"):
         return read_parquet
     if (
-        path.suffix.lower().removeprefix(".") in _TEXT_EXTENSIONS.split()
-        or path.stem.lower() in _TEXT_NAMES
+        path.suffix.lower().removeprefix(".") in TEXT_EXTENSIONS.split()
+        or path.stem.lower() in TEXT_NAMES
     ):
         return read_text
     return read_unsupported

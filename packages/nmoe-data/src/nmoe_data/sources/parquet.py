@@ -5,11 +5,11 @@ from typing import Any
 
 from nmoe_data.sources.record import PAST_ALL, Record, from_text
 
-_BATCH_ROWS = 256
+BATCH_ROWS = 256
 
 
 def read_parquet(path: str, position: int, text_field: str) -> Iterator[Record]:
-    """Yield a record per row from row `position` on.
+    """Yields a record per row from row `position` on.
 
     A file that is no Parquet, lacks the column, or is damaged gives one rejection for its rest.
     """
@@ -53,7 +53,7 @@ def _rows(file: Any, position: int, text_field: str) -> Iterator[Record]:
         if row + group_rows <= position:
             row += group_rows
             continue
-        for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[text_field]):
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[text_field]):
             for value in batch.column(0):
                 if row >= position:
                     yield _record(value, row, size * (row + 1) // total_rows)

@@ -6,20 +6,17 @@ from typing import Protocol
 
 # A position past any record: the rest of the file is not to be read again.
 PAST_ALL = 1 << 62
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """A record as a reader found it.
 
-    Attributes:
-        position: where it starts: a byte offset (after decompression), or a row number for
-            Parquet and JSON arrays.
-        next_position: where reading goes on after it.
-        consumed: bytes of the file on disk used up to here, for progress.
-        text: the document, or None if `reason` says why not.
-        reason: a short stable word ("invalid-json").
-        detail: what exactly was wrong.
+    position: where it starts: a byte offset (after decompression), or a row number for Parquet and
+    JSON arrays. next_position: where reading goes on after it. consumed: bytes of the file on disk
+    used up to here, for progress. text: the document, or None if `reason` says why not. reason: a
+    short stable word ("invalid-json"). detail: what exactly was wrong.
     """
 
     position: int
@@ -37,11 +34,12 @@ class Reader(Protocol):
 
 
 def text_problem(text: str) -> tuple[str, str] | None:
-    """Return why a text cannot be a document, as (reason, detail), or None if it can."""
+    """Returns why a text cannot be a document, as (reason, detail), or None if it can."""
     if not text or text.isspace():
         return "empty", f"{len(text)} characters, none but white space"
-    if "\0" in text:
-        return "nul-byte", f"NUL at character {text.index(chr(0))}"
+    problem = nul_problem(text)
+    if problem is not None:
+        return problem
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -49,8 +47,17 @@ def text_problem(text: str) -> tuple[str, str] | None:
     return None
 
 
+def nul_problem(content: str | bytes) -> tuple[str, str] | None:
+    """Returns where a text, or the bytes of a file, holds a NUL, as (reason, detail), or None."""
+    if isinstance(content, bytes):
+        place, unit = content.find(0), "byte"
+    else:
+        place, unit = content.find("\0"), "character"
+    return None if place < 0 else ("nul-byte", f"NUL at {unit} {place}")
+
+
 def from_text(position: int, next_position: int, consumed: int, text: str) -> Record:
-    """Return the record of a text, rejected if it cannot be a document."""
+    """Returns the record of a text, rejected if it cannot be a document."""
     problem = text_problem(text)
     if problem is None:
         return Record(position, next_position, consumed, text)

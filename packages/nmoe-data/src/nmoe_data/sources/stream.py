@@ -1,10 +1,10 @@
 """One stream of documents and rejections over all files of a source, from a cursor on."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nmoe_data.sources.listing import Source, SourceFile, list_files
+from nmoe_data.sources.listing import SourceFile
 from nmoe_data.sources.record import PAST_ALL, Record
 
 
@@ -20,14 +20,10 @@ class Cursor:
 class Document:
     """A text and where it came from.
 
-    Attributes:
-        text: never empty, no NUL, valid UTF-8.
-        source_index: the number of its file in the listing.
-        byte_offset: where its record starts in the file (after decompression), or its row number
-            for Parquet and JSON arrays.
-        id: the first 8 bytes of the text's BLAKE2b, little-endian; equal texts have equal ids.
-        cursor: reading goes on from here.
-        consumed: bytes of its file used so far.
+    text: never empty, no NUL, valid UTF-8. source_index: the number of its file in the listing.
+    byte_offset: where its record starts in the file (after decompression), or its row number for
+    Parquet and JSON arrays. id: the first 8 bytes of the text's BLAKE2b, little-endian; equal texts
+    have equal ids. cursor: reading goes on from here. consumed: bytes of its file used so far.
     """
 
     text: str
@@ -51,14 +47,14 @@ class Rejection:
 
 
 def document_id(text: str) -> int:
-    """Return the 64-bit hash of a text."""
+    """Returns the 64-bit hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def read_documents(
     files: list[SourceFile], cursor: Cursor | None = None, text_field: str = "text"
 ) -> Iterator[Document | Rejection]:
-    """Yield every record of `files` from `cursor` on; a file that cannot be read is a rejection."""
+    """Yields each record of `files` from `cursor` on; a file that cannot be read is a rejection."""
     start = cursor or Cursor()
     for number in range(start.file, len(files)):
         position = start.position if number == start.file else 0
@@ -95,17 +91,14 @@ def _item(record: Record, number: int) -> Document | Rejection:
 
 
 def sample_texts(
-    source: Source, max_bytes: int, seed: int = 0, text_field: str = "text"
+    files: Sequence[SourceFile], max_bytes: int, seed: int = 0, text_field: str = "text"
 ) -> Iterator[str]:
-    """Yield about `max_bytes` of text spread over the source, the same for the same arguments.
+    """Yields about `max_bytes` of text spread over the files, the same for the same arguments.
 
-    Files come in an order keyed by `seed`; each gives a share by its size, as every n-th of its
-    documents (n at most 8, so that a single huge file is not read to its end).
-
-    Raises:
-        DataError: if the source is missing or empty.
+    Files come in an order keyed by `seed` and their names; each gives a share by its size, as every
+    n-th of its documents (n at most 8, so that a single huge file is not read to its end).
     """
-    files = [file for file in list_files(source) if file.supported]
+    files = [file for file in files if file.supported]
     total = max(sum(file.size for file in files), 1)
     share = min(1.0, max_bytes / total)
     left = max_bytes
@@ -119,7 +112,8 @@ def sample_texts(
 
 
 def _key(seed: int, file: SourceFile) -> bytes:
-    return hashlib.blake2b(f"{seed}\0{file.root}\0{file.name}".encode(), digest_size=8).digest()
+    # Without the root: how a source was typed must not change what is learned from it.
+    return hashlib.blake2b(f"{seed}\0{file.name}".encode(), digest_size=8).digest()
 
 
 def _sample_file(file: SourceFile, quota: int, share: float, text_field: str) -> Iterator[str]:

@@ -7,24 +7,23 @@ file: it is binary, or in an encoding that would have to be guessed.
 from collections.abc import Iterator
 from pathlib import Path
 
-from nmoe_data.sources.record import Record, from_text
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+from nmoe_data.sources.record import BYTE_ORDER_MARK, Record, from_text, nul_problem
 
 
 def read_text(path: str, position: int, text_field: str) -> Iterator[Record]:
-    """Yield the file as one record; nothing when `position` is past it."""
+    """Yields the file as one record; nothing when `position` is past it."""
     del text_field
     if position > 0:
         return
     data = Path(path).read_bytes()
     end = max(len(data), 1)
-    if b"\0" in data:
-        detail = f"NUL at byte {data.index(0)}"
-        yield Record(0, end, len(data), None, "nul-byte", detail)
+    # Before the decoding, so that UTF-16 is told from text with one bad byte.
+    problem = nul_problem(data)
+    if problem is not None:
+        yield Record(0, end, len(data), None, *problem)
         return
     try:
-        text = data.removeprefix(_BYTE_ORDER_MARK).decode()
+        text = data.removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
         yield Record(0, end, len(data), None, "invalid-utf8", str(error))
         return
@@ -32,7 +31,7 @@ def read_text(path: str, position: int, text_field: str) -> Iterator[Record]:
 
 
 def read_unsupported(path: str, position: int, text_field: str) -> Iterator[Record]:
-    """Yield one rejection: nothing reads this extension, and nothing is skipped in silence."""
+    """Yields one rejection: nothing reads this extension, and nothing is skipped in silence."""
     del text_field
     if position == 0:
         yield Record(0, 1, 0, None, "unsupported-extension", Path(path).suffix or "no extension")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nmoe_kernels.errors import KernelError
 from nmoe_kernels.router.config import RouterConfig, Routing
-from nmoe_kernels.router.reference import choice_scores, choice_weights, count_load, top_ids
+from nmoe_kernels.router.reference import TINY, choice_scores, choice_weights, count_load, top_ids
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
@@ -154,4 +154,4 @@ def _place_in_queue(ids: Tensor, experts: int) -> Tensor:
 
 def _normalised(scores_TE: Tensor) -> Tensor:
     # The floor keeps a row whose sigmoids all underflow finite.
-    return scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(1e-20)
+    return scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(TINY)

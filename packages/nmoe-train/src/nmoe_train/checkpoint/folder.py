@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nmoe_data.files import atomic_write, sha256_file, sync_path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nmoe_train.errors import TrainError
-from nmoe_train.files import fsync_path, sha256_of, write_bytes_atomic
 
 SCHEMA_VERSION = 1
 COMPLETE = "COMPLETE"
-FOLDER_NAME = re.compile(r"step-(\d{8})")
+CORRUPT = "E-CHECKPOINT-CORRUPT"
+FOLDER_NAME = re.compile(r"step-\d{8}")
 
 
 @dataclass(frozen=True)
@@ -56,49 +57,40 @@ def write_checkpoint(
         # Unfinished, or found damaged by the resume that led here again.
         _remove(folder)
     folder.mkdir(parents=True)
-    file = folder / "rank-00000.safetensors"
-    _save_tensors(file, tensors)
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "step": step,
-        **meta,
-        "files": {file.name: {"sha256": sha256_of(file), "bytes": file.stat().st_size}},
-        "tensors": {
-            name: {"file": file.name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)[6:]}
-            for name, tensor in tensors.items()
-        },
-    }
-    encoded = json.dumps(content, indent=1).encode()
-    write_bytes_atomic(folder / "meta.json", encoded)
-    write_bytes_atomic(folder / COMPLETE, hashlib.sha256(encoded).hexdigest().encode())
-    fsync_path(root)
-    for old in complete_checkpoints(root)[keep:]:
-        _remove(old)
+    try:
+        _fill(folder, step, tensors, meta)
+    except BaseException:
+        # Half a checkpoint helps nobody, least of all on a full disk.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    sync_path(root)
+    sync_path(root.parent)
+    _remove_older(root, step, keep)
     return folder
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoint folders under `root`, newest first."""
-    if not root.is_dir():
-        return []
-    folders = [path for path in root.iterdir() if FOLDER_NAME.fullmatch(path.name)]
-    return sorted((path for path in folders if (path / COMPLETE).exists()), reverse=True)
+    return [folder for folder in _folders(root) if (folder / COMPLETE).exists()]
 
 
 def newest_sound_checkpoint(root: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose files are what meta.json says, and what is wrong with newer ones.
 
-    Raises TrainError `E-CHECKPOINT-CORRUPT` when there are complete folders and none is sound.
+    Raises TrainError `E-CHECKPOINT-CORRUPT` when there are complete folders and none is sound, and
+    `E-CHECKPOINT-VERSION` when a newer nmoe-train wrote the newest.
     """
     problems: list[str] = []
     for folder in complete_checkpoints(root):
         try:
             return _open_verified(folder), problems
         except TrainError as error:
+            if error.code != CORRUPT:
+                raise
             problems.append(str(error))
     if problems:
         raise TrainError(
-            "E-CHECKPOINT-CORRUPT",
+            CORRUPT,
             f"none of the {len(problems)} checkpoints under {root} is sound ({problems[0]})",
             "restore one from a copy, or start again in another run folder",
         )
@@ -123,17 +115,59 @@ def _open_verified(folder: Path) -> Checkpoint:
             "use the version of nmoe-train that wrote it",
         )
     for name, entry in files.items():
-        if not (folder / name).is_file():
-            raise _corrupt(folder / name, "is missing")
-        if sha256_of(folder / name) != entry["sha256"]:
+        try:
+            sound = sha256_file(folder / name) == entry["sha256"]
+        except OSError as error:
+            raise _corrupt(folder / name, f"cannot be read ({error.strerror})") from None
+        if not sound:
             raise _corrupt(folder / name, "does not have the checksum in meta.json")
     return Checkpoint(folder, step, meta)
 
 
+def _fill(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Writes the files of a checkpoint into an empty folder, `COMPLETE` last."""
+    file = folder / "rank-00000.safetensors"
+    _save_tensors(file, tensors)
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        **meta,
+        "files": {file.name: {"sha256": sha256_file(file), "bytes": file.stat().st_size}},
+        "tensors": {
+            name: {"file": file.name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)[6:]}
+            for name, tensor in tensors.items()
+        },
+    }
+    encoded = json.dumps(content, indent=1).encode()
+    atomic_write(folder / "meta.json", encoded)
+    atomic_write(folder / COMPLETE, hashlib.sha256(encoded).hexdigest().encode())
+
+
+def _remove_older(root: Path, step: int, keep: int) -> None:
+    """Leaves the folder of `step` and the `keep` - 1 complete ones before it.
+
+    Later folders stay: they were found damaged, and are no reason to give up a sound one.
+    """
+    older = [folder for folder in _folders(root) if _step_of(folder) < step]
+    complete = [folder for folder in older if (folder / COMPLETE).exists()]
+    for folder in older:
+        if folder not in complete[: keep - 1]:
+            _remove(folder)
+
+
+def _folders(root: Path) -> list[Path]:
+    """Checkpoint folders, complete or not, newest first."""
+    if not root.is_dir():
+        return []
+    return sorted((p for p in root.iterdir() if FOLDER_NAME.fullmatch(p.name)), reverse=True)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
 def _corrupt(path: Path, what: str) -> TrainError:
-    return TrainError(
-        "E-CHECKPOINT-CORRUPT", f"{path} {what}", "an older checkpoint is used where there is one"
-    )
+    return TrainError(CORRUPT, f"{path} {what}", "an older checkpoint is used where there is one")
 
 
 def _save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -145,11 +179,11 @@ def _save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         if number is None:
             raise
         raise OSError(int(number.group(1)), str(error), str(file)) from error
-    fsync_path(file)
+    sync_path(file)
 
 
 def _remove(folder: Path) -> None:
     """Removes a folder so that it is invisible from the first moment on."""
     (folder / COMPLETE).unlink(missing_ok=True)
-    fsync_path(folder)
+    sync_path(folder)
     shutil.rmtree(folder)

@@ -6,11 +6,18 @@ What a single field cannot say about itself (top_k against experts, sequence aga
 checked where both are in sight, and every problem names the field's path and the remedy.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -22,6 +29,15 @@ class FieldProblem(ValueError):
     def __init__(self, field: str, what: str, remedy: str) -> None:
         super().__init__(f"{what}; {remedy}")
         self.field = field
+
+
+def _at_home(path: object) -> object:
+    """A path as a shell would read it: `~` is the user's home."""
+    return str(Path(path).expanduser()) if isinstance(path, str) and path[:1] == "~" else path
+
+
+HomePath = Annotated[Path, Field(strict=False), BeforeValidator(_at_home)]
+HomeText = Annotated[str, BeforeValidator(_at_home)]
 
 
 class Section(BaseModel):
@@ -39,7 +55,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     """Where the run lives and what it is called."""
 
-    dir: Annotated[Path, Field(strict=False)] = Path("runs/run")
+    dir: HomePath = Path("runs/run")
     """Run folder: metrics, events, checkpoints. The same folder again resumes the run."""
     name: str | None = None
     """Name shown in the dashboard; the folder's name when absent."""
@@ -51,6 +67,8 @@ class RunConfig(Section):
     """Seed of every random number: initial weights, order of the data, sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA if there is a GPU."""
+    deterministic: bool = True
+    """Whether CUDA must repeat itself bitwise; off, it may take faster kernels that do not."""
 
 
 class AttentionConfig(Section):
@@ -184,12 +202,16 @@ class ModelConfig(Section):
             self._check_gqa(self.attention)
         return self
 
+    @property
+    def head_dim(self) -> int:
+        """gqa: width of a head."""
+        return self.attention.head_dim or self.width // self.heads
+
     def _check_gqa(self, attention: AttentionConfig) -> None:
-        head_dim = attention.head_dim or self.width // self.heads
-        if head_dim % 2:
+        if self.head_dim % 2:
             raise FieldProblem(
                 "attention.head_dim",
-                f"rotary dimensions turn in pairs, and a head has {head_dim}",
+                f"rotary dimensions turn in pairs, and a head has {self.head_dim}",
                 "make it even",
             )
         if attention.kv_heads is not None and self.heads % attention.kv_heads:
@@ -203,17 +225,19 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Token shards, and the text to make them from if they are not there yet."""
 
-    dir: Annotated[Path | None, Field(strict=False)] = None
+    dir: HomePath | None = None
     """Folder with train/ and held-out/ shards (nmoe-data prep); `<run.dir>/data` when absent."""
-    text: str | None = None
+    text: HomeText | None = None
     """Text to make the shards from: a folder, a file, or "python-stdlib" for the standard library
     of the running Python. Absent: the shards must exist."""
-    tokenizer: str = "bpe:4096"
+    tokenizer: HomeText = "bpe:4096"
     """For making shards: "bpe:N" trains a BPE of N ids, "bytes", or a tokenizer.json."""
     held_out: Fraction = 0.05
     """For making shards: share of the documents kept for validation."""
     limit_mb: PositiveFloat | None = None
     """For making shards: megabytes of text to take at most."""
+    verify: bool = True
+    """Whether the shards' checksums are checked at every start; about a second per gigabyte."""
 
 
 class TrainConfig(Section):
@@ -274,7 +298,7 @@ class PrecisionConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the work is split over processes; their product is the number of processes."""
+    """How the work is split over processes; dp x tp x pp is their number."""
 
     dp: PositiveInt = 1
     """Data-parallel replicas."""
@@ -389,9 +413,3 @@ class Config(Section):
     def data_dir(self) -> Path:
         """Folder of the token shards."""
         return self.data.dir if self.data.dir is not None else self.run.dir / "data"
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches that a rank accumulates in a step."""
-        share = self.train.batch_size // self.parallel.dp
-        return math.ceil(share / (self.train.micro_batch_size or share))

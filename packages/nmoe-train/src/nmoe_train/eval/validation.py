@@ -4,6 +4,7 @@ import torch
 from nmoe_data.loader import Loader
 
 from nmoe_train.data import to_step
+from nmoe_train.errors import TrainError
 from nmoe_train.model import Transformer, chunked_cross_entropy
 
 
@@ -11,7 +12,10 @@ from nmoe_train.model import Transformer, chunked_cross_entropy
 def validation_loss(
     model: Transformer, loader: Loader, *, sequences: int, batch_size: int, chunk: int
 ) -> float:
-    """Nats per token over the first `sequences` windows of the held-out stream."""
+    """Nats per token over the first `sequences` windows of the held-out stream.
+
+    Raises TrainError `E-DATA-HELD-OUT` when they hold nothing to predict.
+    """
     device = model.embedding.weight.device
     total, predictions = torch.zeros((), device=device), 0
     last = min(sequences, loader.windows)
@@ -25,4 +29,10 @@ def validation_loss(
             chunk=chunk,
         )
         predictions += step.predictions
-    return total.item() / max(1, predictions)
+    if predictions == 0:
+        raise TrainError(
+            "E-DATA-HELD-OUT",
+            f"the {last} held-out sequences hold nothing to predict: every document is one token",
+            "hold out longer documents",
+        )
+    return total.item() / predictions

@@ -17,9 +17,13 @@ IGNORED = -100
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, chunk: int
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        targets_T: Tensor,
+        chunk: int,
+        needs_gradient: bool,
     ) -> Tensor:
-        needs_gradient = hidden_TH.requires_grad or weight_VH.requires_grad
         weight = weight_VH.to(hidden_TH.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden_TH.device)
         grad_hidden = torch.empty_like(hidden_TH) if needs_gradient else None
@@ -39,9 +43,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss, None, None
+        # In fp32, so that both gradients carry the same factor, unrounded.
+        scaled = (grad_hidden.float() * grad_loss).to(grad_hidden.dtype)
+        return scaled, grad_weight * grad_loss, None, None, None
 
 
 def chunked_cross_entropy(
@@ -53,5 +59,7 @@ def chunked_cross_entropy(
     is nothing to predict. The caller divides by the count over all micro-batches and ranks, so the
     mean is right under any split.
     """
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TH, weight_VH, targets_T, chunk)
+    # Inside the function autograd is off, and a leaf's requires_grad is no word of what is wanted.
+    wanted = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TH, weight_VH, targets_T, chunk, wanted)
     return loss

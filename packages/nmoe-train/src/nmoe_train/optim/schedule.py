@@ -14,13 +14,12 @@ def rate_factor(config: Config, tokens: int) -> float:
     warmup = config.schedule_tokens(schedule.warmup)
     if tokens < warmup:
         return tokens / warmup
-    if schedule.kind == "cosine":
-        progress = min(1.0, (tokens - warmup) / max(1, total - warmup))
-        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * progress)) / 2
-    decay = config.schedule_tokens(schedule.decay)
+    # One step longer than the ramp, so that the last step, which ends at `total`, still moves.
+    length = total - warmup if schedule.kind == "cosine" else config.schedule_tokens(schedule.decay)
     left = max(0, total - tokens)
-    if left >= decay:
+    if left >= length:
         return 1.0
-    # The last step ends at `total`; it still moves, by the share that one step has of the decay.
-    share = (left + config.tokens_per_step) / (decay + config.tokens_per_step)
+    share = (left + config.tokens_per_step) / (length + config.tokens_per_step)
+    if schedule.kind == "cosine":
+        share = (1 - math.cos(math.pi * share)) / 2
     return schedule.floor + (1 - schedule.floor) * share

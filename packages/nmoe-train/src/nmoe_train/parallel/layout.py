@@ -28,11 +28,6 @@ class Layout:
         """Which share of every batch this process computes, 0 .. dp-1."""
         return self.rank // (self.tp * self.pp)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes what the run writes once."""
-        return self.rank == 0
-
     def sizes(self) -> dict[str, int]:
         """The four sizes by name, for run.json and checkpoints."""
         return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
@@ -44,9 +39,9 @@ def current_layout(config: ParallelConfig, environment: Mapping[str, str] = os.e
     Raises TrainError (`E-LAYOUT`) when they do not agree, or ask for more than one process.
     """
     layout = Layout(
-        config.dp, config.tp, config.pp, config.ep, rank=int(environment.get("RANK", "0"))
+        config.dp, config.tp, config.pp, config.ep, rank=_number("RANK", 0, environment)
     )
-    processes = int(environment.get("WORLD_SIZE", "1"))
+    processes = _number("WORLD_SIZE", 1, environment)
     if (layout.dp, layout.tp, layout.pp, layout.ep) != (1, 1, 1, 1):
         raise TrainError(
             "E-LAYOUT",
@@ -61,3 +56,14 @@ def current_layout(config: ParallelConfig, environment: Mapping[str, str] = os.e
             f"start {layout.ranks}, or change the sizes under parallel",
         )
     return layout
+
+
+def _number(name: str, default: int, environment: Mapping[str, str]) -> int:
+    value = environment.get(name, str(default))
+    if not value.isdecimal():
+        raise TrainError(
+            "E-LAYOUT",
+            f"the environment's {name} is {value!r}",
+            "start with torchrun, which sets it, or unset it",
+        )
+    return int(value)

@@ -45,8 +45,7 @@ def _attention_weights(config: ModelConfig) -> int:
     """Weights of one attention layer's matrices."""
     shape, heads, width = config.attention, config.heads, config.width
     if shape.kind == "gqa":
-        head_dim = shape.head_dim or width // heads
-        return width * head_dim * (2 * heads + 2 * (shape.kv_heads or heads))
+        return width * config.head_dim * (2 * heads + 2 * (shape.kv_heads or heads))
     query_dim = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
     query = shape.q_lora_rank * (width + query_dim) if shape.q_lora_rank else width * query_dim
     key_value = width * (shape.kv_lora_rank + shape.qk_rope_head_dim)
@@ -58,5 +57,5 @@ def _attention_pairs(config: ModelConfig) -> int:
     """Multiply-adds of one attention layer for one pair of query and key."""
     shape, heads = config.attention, config.heads
     if shape.kind == "gqa":
-        return 2 * heads * (shape.head_dim or config.width // heads)
+        return 2 * heads * config.head_dim
     return heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim)

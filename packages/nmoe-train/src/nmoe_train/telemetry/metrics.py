@@ -6,6 +6,7 @@ kept: as strings in JSON ("NaN", "Infinity", "-Infinity"), as themselves in Parq
 being sealed its rows stand in both files; readers prefer the part.
 """
 
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -14,8 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from nmoe_train.files import write_atomic, write_bytes_atomic
+from nmoe_data.files import atomic_write
 
 Record = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class _Stream:
         self._live = folder / f"{stem}{kind}.jsonl"
         self._rows: list[Record] = []
         self._part = 0
-        self._file = self._live.open("w", buffering=1, encoding="utf-8")
+        self._file = self._live.open("x", buffering=1, encoding="utf-8")
 
     def append(self, record: Record) -> None:
         self._file.write(json.dumps(_json_ready(record), separators=(",", ":")) + "\n")
@@ -68,9 +68,11 @@ class _Stream:
     def _seal(self) -> None:
         table = pa.Table.from_pylist([dict(row) for row in self._rows], schema=_schema(self._rows))
         part = self._folder / f"{self._stem}-{self._part:03d}{self._kind}.parquet"
-        write_atomic(part, lambda stream: pq.write_table(table, stream, compression="zstd"))
+        sealed = io.BytesIO()
+        pq.write_table(table, sealed, compression="zstd")
+        atomic_write(part, sealed.getvalue())
         self._file.close()
-        write_bytes_atomic(self._live, b"")
+        atomic_write(self._live, b"")
         self._rows, self._part = [], self._part + 1
 
 

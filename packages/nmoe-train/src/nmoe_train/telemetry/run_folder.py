@@ -1,11 +1,10 @@
 """The run folder: who may write it, run.json, and the events of a run.
 
-One process at a time owns a run folder (an advisory lock that the system drops with the process).
-`run.json` says what the run is and how far it is; `events.jsonl` says what happened to it, a line
-an event. Starting again in the same folder is the next attempt of the same run.
+One process at a time holds a run folder. `run.json` says what the run is and how far it is;
+`events.jsonl` says what happened to it, a line an event. Starting again in the same folder is the
+next attempt of the same run.
 """
 
-import fcntl
 import json
 import os
 import platform
@@ -15,34 +14,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+import nmoe_data
+import nmoe_kernels
 import torch
+from nmoe_data.files import atomic_write
 
+import nmoe_train
 from nmoe_train.errors import TrainError
-from nmoe_train.files import write_bytes_atomic
 
 SCHEMA_VERSION = 1
 
 
 class RunFolder:
-    """An owned run folder. `metrics`, `checkpoints` are its sub-folders.
+    """The run folder of a process that holds it alone; `metrics`, `checkpoints` are in it.
 
-    Raises TrainError `E-RUN-BUSY` when another process owns it, OSError when it cannot be written.
+    Raises TrainError `E-RUN-RECORD` when run.json is damaged, OSError when it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = path / "metrics"
         self.checkpoints = path / "checkpoints"
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = self._take_lock()
-        try:
-            previous = _read_json(path / "run.json")
-        except BaseException:
-            self.release()
-            raise
+        previous = _read_json(path / "run.json")
         self.record: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "run_id": path.resolve().name,
+            "attempt": max(previous.get("attempt", 0), _last_attempt(self.metrics)),
             "attempts": previous.get("attempts", []),
             "started_unix_s": previous.get("started_unix_s", time.time()),
             "results": previous.get("results", {}),
@@ -52,23 +49,22 @@ class RunFolder:
 
     @property
     def attempt(self) -> int:
-        """Number of this attempt, from 1."""
-        return len(self.record["attempts"])
+        """Number of this attempt, from 1; 0 before the first."""
+        number: int = self.record["attempt"]
+        return number
 
     def begin(self, from_step: int, **fields: Any) -> None:
         """Opens the next attempt and writes run.json with `fields` beside the common ones."""
-        now = time.time()
-        self.record["attempts"] = [
-            *self.record["attempts"],
-            {"attempt": self.attempt + 1, "started_unix_s": now, "from_step": from_step},
-        ]
+        attempt = self.attempt + 1
+        begun = {"attempt": attempt, "started_unix_s": time.time(), "from_step": from_step}
         self.record |= {
-            "attempt": self.attempt,
+            "attempt": attempt,
+            "attempts": [*self.record["attempts"], begun],
             "status": "running",
             "step": from_step,
             "ended_unix_s": None,
             "git_revision": _git_revision(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "versions": _versions(),
             "hosts": [socket.gethostname()],
             "pid": os.getpid(),
             **fields,
@@ -97,51 +93,62 @@ class RunFolder:
                 stream.seek(-1, os.SEEK_END)
                 line = line if stream.read(1) == b"\n" else b"\n" + line
             stream.write(line)
-
-    def release(self) -> None:
-        """Gives the folder up."""
-        os.close(self._lock)
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def _write(self) -> None:
         self._written_s = time.monotonic()
         self.record["updated_unix_s"] = time.time()
         content = json.dumps(self.record, indent=1, default=str).encode()
-        write_bytes_atomic(self.path / "run.json", content)
-
-    def _take_lock(self) -> int:
-        descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise TrainError(
-                "E-RUN-BUSY",
-                f"another process is training in {self.path}",
-                "wait for it, stop it, or choose another run folder",
-            ) from None
-        return descriptor
+        atomic_write(self.path / "run.json", content)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no record")
+        kinds = {"attempt": int, "attempts": list, "results": dict}
+        if not isinstance(content, dict) or not all(
+            isinstance(content[key], kind) for key, kind in kinds.items()
+        ):
+            raise ValueError("it holds no record of a run")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise TrainError(
             "E-RUN-RECORD", f"{path} is damaged ({error})", "remove that file and start again"
         ) from None
     return content
 
 
+def _last_attempt(metrics: Path) -> int:
+    """The highest attempt that left metrics, so that no later one writes over them."""
+    numbers = (path.name.split("-")[0] for path in metrics.glob("*-*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nmoe-train": nmoe_train.__version__,
+        "nmoe-data": nmoe_data.__version__,
+        "nmoe-kernels": nmoe_kernels.__version__,
+    }
+
+
 def _git_revision() -> str | None:
-    """Revision of the checkout that the process was started in, or None outside one."""
+    """Revision of the checkout that this package runs from, or None where it is installed."""
+    command = ["git", "log", "-1", "--format=%H", "--", Path(__file__).name]
+    folder = Path(__file__).parent
     try:
-        result = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        found = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=5, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    if not found.stdout.strip():
+        return None
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return head.stdout.strip() or None

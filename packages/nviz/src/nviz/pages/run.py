@@ -6,7 +6,7 @@ import pyarrow as pa
 import streamlit as st
 
 from nviz import formats, shell
-from nviz.charts import Drawing, Panel, View, panel_figure
+from nviz.charts import Drawing, Panel, View, add_baseline, panel_figure
 from nviz.queries import curves
 from nviz.queries.curves import Axis
 from nviz.store import Run, RunData
@@ -53,8 +53,13 @@ PANELS = (
     ),
     Panel(
         "Loss terms",
-        "As recorded. Balance rises with uneven load, z-loss with growing router logits.",
-        {"cross-entropy": "loss/ce", "balance": "loss/balance", "z-loss": "loss/z"},
+        "Means, before their coefficients. Balance rises with uneven load, z-loss with growing "
+        "router logits.",
+        {
+            "cross-entropy": "loss/ce",
+            "balance, unscaled": "loss/balance",
+            "z-loss, unscaled": "loss/z",
+        },
         log=True,
     ),
     Panel(
@@ -161,9 +166,7 @@ def show(panel: Panel, drawing: Drawing, baseline: float | None = None) -> None:
     """A panel with its title, its line and its figure."""
     shell.section(panel.title, panel.line)
     if baseline is not None:
-        drawing.figure.add_hline(
-            y=baseline, line_dash="dash", line_color="#8C8C8C", annotation_text="unigram baseline"
-        )
+        add_baseline(drawing.figure, baseline, "unigram baseline")
     st.plotly_chart(
         drawing.figure, key=f"chart {panel.title}", config={"displaylogo": False}, alt=panel.title
     )
@@ -176,12 +179,17 @@ def read(
     """All that the page needs of the run's tables, read in one go."""
     panels = (LOSS, *PANELS)
     metrics = [name for panel in panels for name in panel.metrics.values()]
+    losses = curves.evaluations(data.connection)
     found = curves.table(data.connection, metrics, rank, view.axis, data.metrics)
+    found = curves.with_evaluations(found, losses, view.axis)
     drawings = {panel.title: panel_figure(found, panel, view) for panel in panels}
     present = [name for name in SHOWN if name in data.metrics]
+    latest = curves.latest(data.connection, rank, present)
+    if losses:
+        latest.setdefault(curves.VALIDATION, losses[max(losses)])
     return (
         {title: drawing for title, drawing in drawings.items() if drawing},
-        curves.latest(data.connection, rank, present),
+        latest,
         curves.last_step(data.connection),
     )
 

@@ -2,6 +2,7 @@
 values.
 """
 
+import json
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -10,12 +11,14 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
+from nviz.store.parse import non_finite_word, number
 from nviz.store.run_data import ROWS, one_row, quoted
 
 Array = NDArray[np.float64]
 Axis = Literal["step", "tokens", "time"]
 
 BUCKETS = 500
+VALIDATION = "loss/validation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,46 @@ def table(
     )
 
 
+def evaluations(connection: duckdb.DuckDBPyConnection) -> dict[int, float]:
+    """`loss/validation` of the evaluation events by step, without those that a later attempt,
+    resumed before them, has left behind.
+    """
+    found: dict[int, float] = {}
+    for event, step, detail in connection.execute(
+        "SELECT event, step, detail FROM events "
+        "WHERE event IN ('eval', 'resume') AND step IS NOT NULL ORDER BY seq"
+    ).fetchall():
+        loss = number(json.loads(detail).get(VALIDATION))
+        if event == "resume":
+            found = {known: value for known, value in found.items() if known <= step}
+        elif loss is not None:
+            found[step] = loss
+    return found
+
+
+def with_evaluations(found: Table, losses: dict[int, float], axis: Axis) -> Table:
+    """`found` with a row for each evaluation whose loss no record holds; x between the records'."""
+    counts = ~found.superseded
+    if not counts.any():
+        return found
+    values = {VALIDATION: np.full(len(found.step), np.nan)} | found.values
+    present = {VALIDATION: np.zeros(len(found.step), dtype=np.bool_)} | found.present
+    known = set(found.step[counts & present[VALIDATION]].tolist())
+    steps = np.array([step for step in sorted(losses) if step not in known], dtype=np.float64)
+    order = np.argsort(found.step[counts], kind="stable")
+    between = np.interp(steps, found.step[counts][order], found.x[counts][order])
+    more = np.array([losses[int(step)] for step in steps])
+    none = np.full(len(steps), np.nan)
+    return Table(
+        step=np.append(found.step, steps),
+        x=np.append(found.x, steps if axis == "step" else between),
+        attempt=np.append(found.attempt, np.full(len(steps), found.attempt.max())),
+        superseded=np.append(found.superseded, np.zeros(len(steps), dtype=np.bool_)),
+        values={n: np.append(v, more if n == VALIDATION else none) for n, v in values.items()},
+        present={n: np.append(p, np.full(len(steps), n == VALIDATION)) for n, p in present.items()},
+    )
+
+
 def _axis_sql(axis: Axis, known: list[str] | None) -> str:
     source = {"step": "step", "tokens": "tokens", "time": "time_unix_s"}[axis]
     if axis == "step":
@@ -100,13 +143,8 @@ def curve(found: Table, metric: str, rows: NDArray[np.bool_]) -> Curve:
     order = np.argsort(x, kind="stable")
     y, x, step = y[order], x[order], step[order]
     bad = ~np.isfinite(y)
-    return Curve(x[~bad], y[~bad], x[bad], step[bad], [_word(value) for value in y[bad]])
-
-
-def _word(value: float) -> str:
-    if np.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    words = [word for value in y[bad].tolist() if (word := non_finite_word(value))]
+    return Curve(x[~bad], y[~bad], x[bad], step[bad], words)
 
 
 def smooth(y: Array, weight: float) -> Array:

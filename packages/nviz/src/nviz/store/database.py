@@ -50,6 +50,7 @@ class Database:
         """
         self._lock = threading.Lock()
         self._connection = duckdb.connect(":memory:")
+        self._running = self._connection
         runs = list(runs)
         self._load_runs(runs)
         self._load_metrics(runs if metrics else [])
@@ -63,6 +64,10 @@ class Database:
         """Free the snapshot."""
         self._connection.close()
 
+    def interrupt(self) -> None:
+        """Stop the query that another thread waits for; it raises there."""
+        self._running.interrupt()
+
     def query(self, sql: str, most_rows: int | None = None, limit_s: float = LIMIT_S) -> Answer:
         """Run one SELECT.
 
@@ -70,7 +75,7 @@ class Database:
         the database refuses, `E-SQL-TIME` after `limit_s` seconds.
         """
         with self._lock:
-            cursor = self._connection.cursor()
+            cursor = self._running = self._connection.cursor()
             _refuse_writes(cursor, sql)
             late = threading.Timer(limit_s, cursor.interrupt)
             late.start()

@@ -1,14 +1,17 @@
 """Reads a growing file of lines piece by piece.
 
 Only whole lines are taken, so a line that is being written waits for its end; each call gives only
-what was added since the last one.
+what was added since the last one. Whether the file is still the one that was read is told by its
+content, as the number of a deleted file's inode is given to new files: the first bytes, and those
+before the place to go on from, must be as they were.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 CHUNK_BYTES = 4 * 2**20
+MARK_BYTES = 4096
 
 
 class GrowingLines:
@@ -22,7 +25,8 @@ class GrowingLines:
         self.path = path
         self.skipped = 0
         self._offset = 0
-        self._inode = 0
+        self._head = b""
+        self._tail = b""
 
     def new_blocks(self) -> Iterator[bytes]:
         """Blocks of whole lines added since the last call, each ending in a newline.
@@ -35,18 +39,23 @@ class GrowingLines:
         except FileNotFoundError:
             return
         with file:
-            self._restart_if_replaced(file.fileno())
-            file.seek(self._offset)
+            self._go_on_or_restart(file)
             rest = b""
             while chunk := file.read(CHUNK_BYTES):
                 data = rest + chunk
                 end = data.rfind(b"\n") + 1
-                self._offset += end
                 if end:
+                    self._offset += end
+                    self._head = self._head or data[: min(end, MARK_BYTES)]
+                    self._tail = data[max(0, end - MARK_BYTES) : end]
                     yield data[:end]
                 rest = data[end:]
 
-    def _restart_if_replaced(self, descriptor: int) -> None:
-        found = os.fstat(descriptor)
-        if found.st_ino != self._inode or found.st_size < self._offset:
-            self._inode, self._offset, self.skipped = found.st_ino, 0, 0
+    def _go_on_or_restart(self, file: BinaryIO) -> None:
+        """Puts `file` where reading goes on, or at its start if what was read is not there."""
+        head = file.read(len(self._head))
+        file.seek(self._offset - len(self._tail))
+        if head != self._head or file.read(len(self._tail)) != self._tail:
+            self._offset = self.skipped = 0
+            self._head = self._tail = b""
+            file.seek(0)

@@ -8,6 +8,7 @@ numbers. Both ways give the same table.
 
 import io
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,15 @@ def number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return None
+
+
+def non_finite_word(value: float) -> str | None:
+    """The word that stands for a non-finite value in a run folder; None for a finite one."""
+    if math.isfinite(value):
+        return None
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def step_number(value: object) -> int | None:

@@ -27,7 +27,7 @@ class GroupedQueryAttention(nn.Module):
     @staticmethod
     def rotary_dim(config: ModelConfig) -> int:
         """Rotary dimensions that the table must have: the whole head."""
-        return config.attention.head_dim or config.width // config.heads
+        return config.head_dim
 
     def forward(self, x_BSH: Tensor, table: Tensor, mask: Tensor) -> Tensor:
         """Attends within x [B, S, H]; `table` from `rotary_table`, `mask` from `document_mask`."""
