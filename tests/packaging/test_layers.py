@@ -28,7 +28,7 @@ ORDER = {
         "grouping",
         "gemm",
         "layer",
-        "report",
+        "report bench compile_check",
         "cli",
         "__main__",
     ],

@@ -1,7 +1,8 @@
-"""The `nmoe-kernels` command: `doctor` says what this machine has and which backends it can use."""
+"""The `nmoe-kernels` command: what this machine can do, and what the kernels compile to."""
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,6 +54,51 @@ def doctor() -> None:
         console.print(f"clash: {clash}", markup=False)
     if not describe().clashes:
         console.print("clashes: none found")
+
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench", help="Verify and time the layer on this machine.")
+
+
+@bench.command("moe")
+def bench_moe(
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="T,H,I,E,K; may be repeated.  [default: a table]")
+    ] = None,
+    routing: Annotated[str, typer.Option(help="uniform, zipf, onehot, with commas.")] = "uniform",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    backends: Annotated[str | None, typer.Option(help="With commas.  [default: all]")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 20,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
+) -> None:
+    """The whole layer by backend: checked against fp64 first, then medians, forward and both."""
+    from nmoe_kernels.bench.command import run_moe
+
+    run_moe(device, shape, routing, dtype, backends, repeats, json_file)
+
+
+@app.command("compile-check")
+def compile_check() -> None:
+    """Compile every kernel for Hopper and Blackwell, with no GPU, and look for what it promises."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from nmoe_kernels.compile_check import GENERATIONS, check, kernels
+
+    table = Table("kernel", "target", "matrix unit", "bulk copies", "registers", "spilled bytes")
+    unit = {"sm_90a": "wgmma", "sm_100a": "tcgen05"}
+    broken = []
+    for kernel in kernels():
+        for generation in GENERATIONS:
+            found = check(kernel, generation)
+            matrix = f"{found.matrix} {unit[generation]}" if kernel.multiplies else "-"
+            counts = (found.bulk_copies, found.registers, found.spilled_bytes)
+            table.add_row(kernel.name, generation, matrix, *map(str, counts))
+            broken += [f"{kernel.name} for {generation}: {what}" for what in found.broken]
+    Console(width=100).print(table)
+    if broken:
+        raise KernelError("E-PROMISE", "; ".join(broken), "see what the kernel was compiled to")
 
 
 def main() -> None:

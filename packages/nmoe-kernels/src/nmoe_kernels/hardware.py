@@ -22,7 +22,7 @@ from nmoe_kernels.errors import KernelError
 
 logger = logging.getLogger("nmoe_kernels")
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("triton", "torch", "reference")
 """Names of the backends, the preferred one first."""
 
 BACKEND_VARIABLE = "NMOE_KERNELS_BACKEND"
@@ -69,6 +69,8 @@ def why_unusable(backend: str, device: str, dtype: torch.dtype) -> str | None:
     """Why a backend cannot compute `dtype` on a device type ("cpu", "cuda"), or None if it can."""
     if backend == "reference":
         return None
+    if backend == "triton":
+        return _triton_refusal(device, dtype)
     return _grouped_mm_refusal(device, dtype)
 
 
@@ -99,6 +101,21 @@ def pick_backend(requested: str | None, device: str, dtype: torch.dtype) -> str:
             "E-BACKEND-UNAVAILABLE", what, "choose another, or none to let it be picked"
         )
     return _announce(forced, device, dtype, source)
+
+
+@cache
+def _triton_refusal(device: str, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels cannot run: they hold tiles of 16-bit floats in 213 KB of a Hopper."""
+    if not _installed("triton"):
+        return "triton is not installed"
+    if device != "cuda":
+        return f"it runs on cuda, not on {device}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes bfloat16 and float16, not {dtype_name(dtype)}"
+    major = torch.cuda.get_device_capability()[0]
+    if major not in (9, 10):
+        return f"it needs the shared memory of capability 9.0 or 10.0, and this GPU has {major}.x"
+    return None
 
 
 @cache

@@ -35,7 +35,7 @@ def moe(
     Differentiable in x, routing.weights_TK, gate_up [E, 2*I, H] and down [E, H, I]; weights of
     another dtype are cast to that of x, and autocast changes nothing. A row that the router found
     invalid gives 0 and takes no gradient. backend: one of `hardware.BACKENDS`, or None to pick.
-    recompute: the torch backend keeps no pre-activation for its backward and computes it again.
+    recompute: torch and triton keep no pre-activation for the backward and compute it again.
     Raises KernelError: E-MOE-SHAPE, or those of `pick_backend`.
     """
     _check(x_TH, routing, gate_up, down)
@@ -43,12 +43,21 @@ def moe(
     experts = gate_up.shape[0]
     # Grouped as dropped, a bad row costs neither arithmetic nor a cleaned copy of x.
     ids_TK = torch.where(routing.valid_T[:, None], routing.ids_TK, experts)
-    grouping = group_rows(ids_TK, experts)
     with torch.autocast(x_TH.device.type, enabled=False):
-        gate_up, down = gate_up.to(x_TH.dtype), down.to(x_TH.dtype)
+        weights = (routing.weights_TK, gate_up.to(x_TH.dtype), down.to(x_TH.dtype))
+        if name == "triton":
+            return _triton_expert_mlp(x_TH, ids_TK, *weights, recompute)
+        grouping = group_rows(ids_TK, experts)
         if name == "reference":
-            return reference_gemm.expert_mlp(x_TH, grouping, routing.weights_TK, gate_up, down)
-        return torch_gemm.expert_mlp(x_TH, grouping, routing.weights_TK, gate_up, down, recompute)
+            return reference_gemm.expert_mlp(x_TH, grouping, *weights)
+        return torch_gemm.expert_mlp(x_TH, grouping, *weights, recompute)
+
+
+def _triton_expert_mlp(*arguments: Any) -> Tensor:
+    # Imported when picked: Triton is not installed everywhere.
+    from nmoe_kernels.gemm.triton import expert_mlp
+
+    return expert_mlp(*arguments)
 
 
 class Router(nn.Module):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nmoe_kernels.gemm.padding import pad_widths
 from nmoe_kernels.grouping import Grouping
 
 
@@ -29,16 +30,11 @@ def expert_mlp(
     recompute: bool = False,
 ) -> Tensor:
     """The MoE output [T, H] in the dtype of x; arguments as for `nmoe_kernels.layer.moe`."""
-    width, expert_width = x_TH.shape[1], down.shape[2]
-    # grouped_mm wants every row to start on 16 bytes; zeros at the end of a row change no result.
-    x_pad, i_pad = _padding(width, x_TH.dtype), _padding(expert_width, x_TH.dtype)
-    if x_pad or i_pad:
-        gates = F.pad(gate_up.unflatten(1, (2, expert_width)), (0, x_pad, 0, i_pad))
-        x_TH, gate_up = F.pad(x_TH, (0, x_pad)), gates.flatten(1, 2)
-        down = F.pad(down, (0, i_pad, 0, x_pad))
+    width = x_TH.shape[1]
+    x_TH, gate_up, down = pad_widths(x_TH, gate_up, down)
     weights = (weights_TK.float(), gate_up.contiguous(), down.contiguous())
-    y_TH = _ExpertMLP.apply(x_TH, *weights, recompute, *grouping)
-    return y_TH[:, :width] if x_pad else y_TH
+    y_TH: Tensor = _ExpertMLP.apply(x_TH, *weights, recompute, *grouping)
+    return y_TH[:, :width]
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -123,7 +119,3 @@ def _sum_slots(rows_MH: Tensor, grouping: Grouping, weights_TK: Tensor | None = 
 def _clear_empty(grad: Tensor, grouping: Grouping) -> None:
     """Zeroes the gradient of experts without a row: grouped_mm has left garbage there."""
     grad.masked_fill_((grouping.offsets_E1.diff() == 0)[:, None, None], 0.0)
-
-
-def _padding(width: int, dtype: torch.dtype) -> int:
-    return -width % (16 // dtype.itemsize)

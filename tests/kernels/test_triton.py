@@ -1,0 +1,50 @@
+"""The Triton kernels on a machine without a GPU: interpreted, and compiled for those it lacks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nmoe_kernels.compile_check import GENERATIONS, Kernel, check, kernels
+
+SUPPORT = Path(__file__).parents[1] / "support"
+# fp16 keeps 11 bits; sums are in fp32.
+TOLERANCE = 3e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "expert_width", "experts", "slots", "drop"),
+    [
+        (150, 72, 40, 3, 2, 0),  # several tiles for an expert, cut inner and outer blocks
+        (20, 64, 20, 6, 3, 1),  # experts without a token, dropped slots, widths to be padded
+    ],
+)
+def test_interpreted_it_is_the_loop_over_tokens(
+    tokens: int, width: int, expert_width: int, experts: int, slots: int, drop: int
+) -> None:
+    sizes = map(str, (tokens, width, expert_width, experts, slots, drop))
+    command = [sys.executable, str(SUPPORT / "interpreted_experts.py"), *sizes]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    errors = json.loads(result.stdout)
+    assert len(errors) == 5
+    assert max(errors) < TOLERANCE, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_kernel_compiles_and_keeps_its_promises(generation: str) -> None:
+    for kernel in kernels():
+        found = check(kernel, generation)
+        assert found.broken == [], f"{kernel.name}: {found.broken}"
+        assert 0 < found.registers <= 255
+        # On Hopper, where the kernels are tuned, nothing may spill.
+        assert found.spilled_bytes == 0 or generation != "sm_90a", kernel.name
+
+
+def test_a_broken_promise_is_found() -> None:
+    gather = next(kernel for kernel in kernels() if kernel.name == "gather")
+    promising = Kernel(**{**vars(gather), "multiplies": True})
+    found = check(promising, "sm_90a")
+    assert found.broken == ["no instruction of the matrix unit", "no bulk tensor copy"]
