@@ -26,6 +26,10 @@ COLUMNS: dict[str, Any] = {
 }
 
 
+# Names in the session: the table, and the keys of the runs in its rows.
+TABLE, LISTED = "runs_table", "runs_listed"
+
+
 def matches(run: Run, words: str) -> bool:
     """Whether every word is in the run's name, key, status, group or tags."""
     text = " ".join([run.name, run.key, run.status, run.group or "", *run.tags]).lower()
@@ -65,7 +69,8 @@ def table(runs: list[Run]) -> None:
     rows = [row(run, space.summary(run), now) for run in runs]
     shown = [name for name in COLUMNS if name != "tags" or any(run.tags for run in runs)]
     frame = pa.table({name: [line[name] for line in rows] for name in shown})
-    chosen = st.dataframe(
+    st.session_state[LISTED] = [run.key for run in runs]
+    st.dataframe(
         frame,
         column_config=COLUMNS,
         hide_index=True,
@@ -73,11 +78,24 @@ def table(runs: list[Run]) -> None:
         selection_mode="single-cell",
         placeholder="–",
         height=min(620, 38 + 35 * max(1, len(runs))),
-        key="runs_table",
+        key=TABLE,
     )
-    cells = chosen["selection"]["cells"]
-    if cells:
-        st.switch_page(shell.PAGES / "run.py", query_params={"run": runs[cells[0][0]].key})
+
+
+def open_what_was_clicked() -> None:
+    """Goes to the run whose cell was clicked since the table was drawn.
+
+    Called before anything else is drawn: a timed refresh of this page that comes between the click
+    and the change of page would leave the new page empty, so as little as can be lies between.
+    """
+    clicked = st.session_state.get(TABLE)
+    cells = clicked["selection"]["cells"] if clicked else []
+    listed = st.session_state.get(LISTED, [])
+    if cells and cells[0][0] < len(listed):
+        run = listed[cells[0][0]]
+        # Forgotten, so that coming back to the list does not open it again.
+        del st.session_state[TABLE]
+        st.switch_page(shell.PAGES / "run.py", query_params={"run": run})
 
 
 def problems(runs: list[Run]) -> None:
@@ -89,6 +107,7 @@ def problems(runs: list[Run]) -> None:
 
 def draw() -> None:
     """The list below the search field, as of now."""
+    open_what_was_clicked()
     space = shell.workspace()
     runs = list(space.runs().values())
     if not runs:
