@@ -124,9 +124,9 @@ def _train(config: Path, sets: list[str], *, allow_changes: bool) -> None:
     # Before the imports that bring torch: a mistake in the configuration shows at once.
     checked = load_config(config, sets)
 
-    # Threads that wait by spinning starve each other wherever the cores are shared: several times
-    # slower on a busy machine, for a few per cent on an idle one. torch reads it when it is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that wait by spinning starve each other wherever the cores are shared; a short spin
+    # costs nothing on an idle machine. The OpenMP library reads it when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
     from rich.console import Console
 
