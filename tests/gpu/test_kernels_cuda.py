@@ -11,6 +11,7 @@ from nmoe_kernels import MoE, RouterConfig, Routing, group_rows, moe, pick_backe
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("seeded"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
@@ -24,25 +25,6 @@ CASES = [
 ]
 # Relative, norm over norm: fp32 without TF32, bf16 at its 8 bits of mantissa.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """The same inputs on every run, and products in full fp32."""
-    torch.manual_seed(20)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-@pytest.fixture
-def poisoned_memory():
-    """New memory of torch is filled with NaN, so that whatever is left unwritten shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(4, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make_layer(config, width=32, expert_width=16, dtype=torch.float32, **options):
@@ -204,12 +186,11 @@ def test_triton_at_real_sizes_is_the_reference_in_fp64(
 def routed(ids, weights, experts):
     """A Routing with these choices."""
     tokens = ids.shape[0]
-    scores = torch.zeros(tokens, experts, device=ids.device)
     return Routing(
         ids_TK=ids,
         weights_TK=weights,
-        scores_TE=scores,
-        logits_TE=scores,
+        logits_TE=torch.zeros(tokens, experts, device=ids.device),
+        score="softmax",
         load_E=torch.bincount(ids.flatten(), minlength=experts),
         invalid=torch.zeros((), dtype=torch.int64, device=ids.device),
         valid_T=torch.ones(tokens, dtype=torch.bool, device=ids.device),

@@ -64,7 +64,7 @@ def test_torch_without_grouped_mm_is_said(monkeypatch):
 
 def test_package_clashes_are_found(monkeypatch):
     lines = ["triton==0.0.1; platform_system == 'Linux'", "absent-package==1.0", "numpy>=1.0"]
-    monkeypatch.setattr(hardware, "_requirements", lambda: lines)
+    monkeypatch.setattr(hardware, "_requirements", lambda name: lines if name == "torch" else [])
     installed = {"triton": "3.9.0"}
     monkeypatch.setattr(hardware, "_installed", lambda name: installed.get(name, ""))
     assert hardware._package_clashes() == ["torch wants triton 0.0.1, 3.9.0 is installed"]
@@ -77,6 +77,8 @@ def test_package_clashes_are_found(monkeypatch):
         ("13.0", "13.2", 0),
         ("13.2", "12.9", 0),
         ("", "13.2", 0),
+        ("", "", 0),
+        ("13.0", "", 1),
         ("9.0", "10.1", 1),
     ],
 )

@@ -378,7 +378,7 @@ def test_routing_is_a_pytree_so_that_wrappers_find_its_tensors():
     layer = make_layer(RouterConfig(8, 2, "sigmoid"))
     leaves = torch.utils._pytree.tree_leaves(layer(torch.randn(5, 16)))
     assert len(leaves) == 9
-    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    assert [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)] == ["sigmoid"]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,28 @@ def test_interpreted_it_is_the_loop_over_tokens(
     assert max(errors) < TOLERANCE, errors
 
 
+@pytest.mark.parametrize(
+    ("tokens", "width", "experts", "slots", "groups", "top_groups", "score"),
+    [
+        (40, 72, 12, 3, 1, 1, "softmax"),  # experts and slots that are no power of two
+        (40, 200, 16, 4, 4, 2, "sigmoid"),  # a token chooses in two groups of four
+        (20, 64, 20, 4, 5, 2, "softmax"),  # groups that are no power of two
+    ],
+)
+def test_interpreted_the_router_is_the_reference(
+    tokens: int, width: int, experts: int, slots: int, groups: int, top_groups: int, score: str
+) -> None:
+    sizes = map(str, (tokens, width, experts, slots, groups, top_groups))
+    command = [sys.executable, str(SUPPORT / "interpreted_router.py"), *sizes, score]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout)
+    assert found["same"] == {"ids_TK": True, "load_E": True, "invalid": True, "valid_T": True}
+    assert len(found["errors"]) == 7
+    # fp32 all the way.
+    assert max(found["errors"].values()) < 1e-6, found["errors"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_every_kernel_compiles_and_keeps_its_promises(generation: str) -> None:
@@ -44,7 +66,7 @@ def test_every_kernel_compiles_and_keeps_its_promises(generation: str) -> None:
 
 
 def test_a_broken_promise_is_found() -> None:
-    gather = next(kernel for kernel in kernels() if kernel.name == "gather")
-    promising = Kernel(**{**vars(gather), "multiplies": True})
+    scatter = next(kernel for kernel in kernels() if kernel.name == "scatter")
+    promising = Kernel(**{**vars(scatter), "multiplies": True})
     found = check(promising, "sm_90a")
     assert found.broken == ["no instruction of the matrix unit", "no bulk tensor copy"]

@@ -57,25 +57,100 @@ def doctor() -> None:
 
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(bench, name="bench", help="Verify and time the layer on this machine.")
+app.add_typer(
+    bench, name="bench", help="Verify against fp64, then time: router, products, whole layer."
+)
+
+Device = Annotated[str, typer.Option(help="cuda or cpu.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(help="A preset or numbers (E-BENCH lists them); may be repeated.  [default: all]"),
+]
+Routings = Annotated[str, typer.Option(help="uniform, zipf, onehot, with commas, or all.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures.")]
+Csv = Annotated[Path | None, typer.Option("--csv", help="Write them as a table.")]
+Chart = Annotated[Path | None, typer.Option("--chart", help="Draw them as SVG.")]
+Contenders = Annotated[str, typer.Option(help="Names with commas, or all.")]
+FirstCall = Annotated[
+    bool, typer.Option("--first-call", help="Also time a first call, caches empty and full.")
+]
+
+
+@bench.command("router")
+def bench_router(
+    device: Device = "cuda",
+    shape: Shapes = None,
+    routing: Routings = "uniform",
+    dtype: Dtype = "bfloat16",
+    contenders: Contenders = "all",
+    score: Annotated[str, typer.Option(help="softmax or sigmoid.")] = "softmax",
+    repeats: Repeats = 20,
+    first_call: FirstCall = False,
+    json_file: Json = None,
+    csv_file: Csv = None,
+    chart_file: Chart = None,
+) -> None:
+    """The router, beside eager and compiled PyTorch and a read of the tokens. Shape T,H,E,K."""
+    from nmoe_kernels.bench.command import Options, run_router
+
+    options = Options(device, shape, routing, dtype, repeats, json_file, csv_file, chart_file)
+    run_router(options, contenders, score, first_call)
+
+
+@bench.command("gemm")
+def bench_gemm(
+    device: Device = "cuda",
+    shape: Shapes = None,
+    routing: Routings = "uniform",
+    dtype: Dtype = "bfloat16",
+    contenders: Contenders = "all",
+    repeats: Repeats = 20,
+    json_file: Json = None,
+    csv_file: Csv = None,
+    chart_file: Chart = None,
+) -> None:
+    """The experts' six products, beside grouped_mm and dense products. Shape T,H,I,E,K."""
+    from nmoe_kernels.bench.command import Options, run_gemm
+
+    options = Options(device, shape, routing, dtype, repeats, json_file, csv_file, chart_file)
+    run_gemm(options, contenders)
 
 
 @bench.command("moe")
 def bench_moe(
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    shape: Annotated[
-        list[str] | None, typer.Option(help="T,H,I,E,K; may be repeated.  [default: a table]")
+    device: Device = "cuda",
+    shape: Shapes = None,
+    routing: Routings = "uniform",
+    dtype: Dtype = "bfloat16",
+    backends: Annotated[
+        str | None, typer.Option(help="Ours, with commas, or none.  [default: all]")
     ] = None,
-    routing: Annotated[str, typer.Option(help="uniform, zipf, onehot, with commas.")] = "uniform",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    backends: Annotated[str | None, typer.Option(help="With commas.  [default: all]")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 20,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
+    peers: Annotated[str, typer.Option(help="Others, with commas, all or none.")] = "all",
+    repeats: Repeats = 20,
+    first_call: FirstCall = False,
+    json_file: Json = None,
+    csv_file: Csv = None,
+    chart_file: Chart = None,
 ) -> None:
-    """The whole layer by backend: checked against fp64 first, then medians, forward and both."""
-    from nmoe_kernels.bench.command import run_moe
+    """The whole layer by backend, beside its peers, router included. Shape T,H,I,E,K."""
+    from nmoe_kernels.bench.command import Options, run_moe
 
-    run_moe(device, shape, routing, dtype, backends, repeats, json_file)
+    options = Options(device, shape, routing, dtype, repeats, json_file, csv_file, chart_file)
+    run_moe(options, backends, peers, first_call)
+
+
+@app.command()
+def tune(
+    shape: Shapes = None,
+    dtype: Dtype = "bfloat16",
+    repeats: Repeats = 20,
+) -> None:
+    """Find the fastest launches of the experts' products here, and keep them. Shape T,H,I,E,K."""
+    from nmoe_kernels.bench.tune import run_tune
+
+    run_tune(shape, dtype, repeats)
 
 
 @app.command("compile-check")

@@ -18,13 +18,15 @@ from triton.compiler import ASTSource
 
 from nmoe_kernels.errors import KernelError
 from nmoe_kernels.gemm import plan, tiles
-from nmoe_kernels.gemm.plan import TILE_ROWS
-from nmoe_kernels.gemm.triton import COLUMNS, GROUP, INNER, STAGES, WARPS
+from nmoe_kernels.gemm.launches import CANDIDATES, Launch
+from nmoe_kernels.gemm.plan import TILE_ROWS, RowPlan
+from nmoe_kernels.gemm.products import CLEARED_ROWS
+from nmoe_kernels.router import kernels as router
+from nmoe_kernels.router.triton import GRAD_COLUMNS, NARROW_GRAD, PARTS, WIDE_GRAD
 
 GENERATIONS = {"sm_90a": 90, "sm_100a": 100}
 MATRIX_UNIT = {"sm_90a": r"wgmma\.mma_async", "sm_100a": r"tcgen05\.mma"}
 BULK_COPY = r"cp\.async\.bulk\.tensor"
-HALF = COLUMNS // 2
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class Kernel:
     types: dict[str, str]
     constants: dict[str, Any]
     multiplies: bool = False
-    warps: int = WARPS
-    stages: int = STAGES
+    copies: bool = True
+    warps: int = 4
+    stages: int = 3
 
 
 @dataclass
@@ -55,72 +58,90 @@ class Finding:
 
 
 def kernels() -> Iterator[Kernel]:
-    """Every kernel of the package with every choice that is launched."""
-    index = {"tile_expert_ptr": "*i32", "tiles_ptr": "*i32"}
-    walk = {"GROUP": GROUP, "PROGRAMS": 132}
-    for even in (True, False):
-        yield Kernel(
-            f"up, {'whole' if even else 'cut'} inner blocks",
-            tiles.up_kernel,
-            {
-                "x_ptr": "*bf16",
-                "token_ptr": "*i32",
-                "weight": _block(1, 2, HALF, INNER),
-                "h": _block(TILE_ROWS, 1, HALF),
-                "a": _block(TILE_ROWS, HALF),
-                **index,
-                "width": "i32",
-                "expert_width": "i32",
-            },
-            {"TILE": TILE_ROWS, "BN": HALF, "BK": INNER, "EVEN": even, **walk},
-            multiplies=True,
-        )
-    for transposed in (False, True):
-        for halves in (False, True):
-            weight = (1, INNER, COLUMNS) if transposed else (1, COLUMNS, INNER)
-            yield Kernel(
-                f"rows, {'W' if transposed else 'W^T'}, {'halves' if halves else 'whole'}",
-                tiles.rows_kernel,
-                {
-                    "rows": _block(TILE_ROWS, INNER),
-                    "weight": _block(*weight),
-                    "out": _block(TILE_ROWS, HALF if halves else COLUMNS),
-                    **index,
-                    "inner_width": "i32",
-                    "columns": "i32",
-                },
-                {
-                    "TRANSPOSED": transposed,
-                    "TILE": TILE_ROWS,
-                    "BN": COLUMNS,
-                    "BK": INNER,
-                    "HALVES": halves,
-                    **walk,
-                },
-                multiplies=True,
-            )
-    yield Kernel(
-        "weight gradient",
-        tiles.weight_grad_kernel,
-        {
-            "left": _block(INNER, TILE_ROWS),
-            "right": _block(INNER, COLUMNS),
-            "out": _block(1, TILE_ROWS, COLUMNS),
-            "offsets_ptr": "*i32",
-            "left_width": "i32",
-            "right_width": "i32",
-            "experts": "i32",
-        },
-        {"BM": TILE_ROWS, "BN": COLUMNS, "BK": INNER, **walk},
-        multiplies=True,
-    )
+    """Every kernel of the package with every choice that can be launched."""
+    yield from _products()
     yield from _movers()
+    yield from _plans()
+    yield from _router()
+
+
+def _products() -> Iterator[Kernel]:
+    """The products of the expert MLP, with each candidate of their launches."""
+    index = {"tile_expert_ptr": "*i32", "tiles_ptr": "*i32"}
+    for product, candidates in CANDIDATES.items():
+        for launch in candidates:
+            if product == "up":
+                yield from _up(launch, index)
+            elif product in ("grad_down", "grad_gate_up"):
+                yield _weight_grad(product, launch)
+            else:
+                yield _rows(product, launch, index)
+
+
+def _up(launch: Launch, index: dict[str, str]) -> Iterator[Kernel]:
+    half = launch.columns // 2
+    types = {
+        "x_ptr": "*bf16",
+        "token_ptr": "*i32",
+        "weight": _block("bf16", 1, 2, half, launch.inner),
+        "h": _block("bf16", TILE_ROWS, 1, half),
+        "a": _block("bf16", TILE_ROWS, half),
+        **index,
+        "width": "i32",
+        "expert_width": "i32",
+    }
+    for even, keep_h in ((True, True), (False, True), (True, False)):
+        constants = {"KEEP_H": keep_h, "EVEN": even, "TILE": TILE_ROWS, "BN": half}
+        name = f"up, {'h kept' if keep_h else 'h not kept'}, {'whole' if even else 'cut'} steps"
+        yield _product(name, tiles.up_kernel, types, constants, launch)
+
+
+def _rows(product: str, launch: Launch, index: dict[str, str]) -> Kernel:
+    columns, inner = launch.columns, launch.inner
+    weight = (1, columns, inner) if product == "down" else (1, inner, columns)
+    types = {
+        "rows": _block("bf16", TILE_ROWS, inner),
+        "weight": _block("bf16", *weight),
+        "out": _block("bf16", TILE_ROWS, columns // 2 if launch.halves else columns),
+        **index,
+        "inner_width": "i32",
+        "columns": "i32",
+    }
+    constants = {
+        "TRANSPOSED": product != "down",
+        "TILE": TILE_ROWS,
+        "BN": columns,
+        "HALVES": launch.halves,
+    }
+    return _product(product, tiles.rows_kernel, types, constants, launch)
+
+
+def _weight_grad(product: str, launch: Launch) -> Kernel:
+    types = {
+        "left": _block("bf16", launch.inner, TILE_ROWS),
+        "right": _block("bf16", launch.inner, launch.columns),
+        "out": _block("bf16", 1, TILE_ROWS, launch.columns),
+        "offsets_ptr": "*i32",
+        "ends_ptr": "*i32",
+        "left_width": "i32",
+        "right_width": "i32",
+        "experts": "i32",
+    }
+    constants = {"BM": TILE_ROWS, "BN": launch.columns}
+    return _product(product, tiles.weight_grad_kernel, types, constants, launch)
+
+
+def _product(
+    name: str, function: Any, types: dict[str, str], constants: dict[str, Any], launch: Launch
+) -> Kernel:
+    constants = {"BK": launch.inner, "GROUP": launch.group, "PROGRAMS": 132} | constants
+    label = f"{name} ({launch.columns}, {launch.stages} stages, group {launch.group}"
+    label += ", halves)" if launch.halves else ")"
+    return Kernel(label, function, types, constants, True, warps=launch.warps, stages=launch.stages)
 
 
 def _movers() -> Iterator[Kernel]:
-    """The kernels that only move and add."""
-    narrow: dict[str, Any] = {"warps": 4, "stages": 3}
-    rows = {"token_ptr": "*i32", "tiles_ptr": "*i32", "width": "i32"}
+    """The kernels of the expert MLP that only move and add."""
     yield Kernel(
         "SwiGLU backward",
         tiles.swiglu_backward_kernel,
@@ -135,29 +156,25 @@ def _movers() -> Iterator[Kernel]:
             "expert_width": "i32",
         },
         {"TILE": TILE_ROWS, "BLOCK": 2048},
-        **narrow,
     )
+    rows = {"inverse_ptr": "*i32", "out_ptr": "*bf16", "width": "i32"}
     yield Kernel(
-        "gather",
-        tiles.gather_kernel,
-        {"x_ptr": "*bf16", "out_ptr": "*bf16", **rows},
-        {"TILE": TILE_ROWS, "BLOCK": 2048},
-        **narrow,
+        "scatter",
+        tiles.scatter_kernel,
+        {"x_ptr": "*bf16", "offsets_ptr": "*i32", "ends_ptr": "*i32", "tokens": "i32", **rows},
+        {"SLOTS": 8, "TILE": TILE_ROWS, "CLEARED": CLEARED_ROWS, "BLOCK": 2048},
     )
     for weighted in (True, False):
         yield Kernel(
             f"sum of slots, {'weighted' if weighted else 'plain'}",
             tiles.sum_slots_kernel,
-            {
-                "rows_ptr": "*bf16",
-                "inverse_ptr": "*i32",
-                "weight_ptr": "*fp32" if weighted else "*bf16",
-                "out_ptr": "*bf16",
-                "width": "i32",
-            },
+            {"rows_ptr": "*bf16", "weight_ptr": "*fp32" if weighted else "*bf16", **rows},
             {"SLOTS": 8, "WEIGHTED": weighted, "BLOCK": 2048},
-            **narrow,
         )
+
+
+def _plans() -> Iterator[Kernel]:
+    """The three kernels that plan the rows."""
     sizes = {"BLOCK": 128, "EXPERTS": 128}
     counted = {"assignments": "i32", "experts": "i32"}
     yield Kernel(
@@ -165,27 +182,85 @@ def _movers() -> Iterator[Kernel]:
         plan.count_kernel,
         {"ids_ptr": "*i64", "counts_ptr": "*i32", **counted},
         sizes,
-        **narrow,
     )
     yield Kernel(
         "plan, scan",
         plan.scan_kernel,
         {"counts_ptr": "*i32", "totals_ptr": "*i32", "blocks": "i32"},
         {"EXPERTS": 128, "CHUNK": 1024},
-        **narrow,
     )
-    pointers = ("before", "totals", "token", "flat", "inverse", "offsets", "tile_expert", "tiles")
+    names = ("before", "totals", *RowPlan._fields)
+    pointers = {f"{name.split('_')[0]}_ptr": "*i32" for name in names} | {"tile_expert_ptr": "*i32"}
     yield Kernel(
         "plan, place",
         plan.place_kernel,
-        {
-            "ids_ptr": "*i64",
-            **{f"{name}_ptr": "*i32" for name in pointers},
-            **counted,
-            "slots": "i32",
-        },
+        {"ids_ptr": "*i64", **pointers, **counted, "slots": "i32"},
         {"TILE": TILE_ROWS, **sizes},
-        **narrow,
+    )
+
+
+def _router() -> Iterator[Kernel]:
+    """The kernels of the router, for 128 experts."""
+    yield Kernel(
+        "router, split of the weight",
+        router.split_kernel,
+        {"weight_ptr": "*fp32", "parts_ptr": "*bf16", "size": "i32"},
+        {"HIGHS": 2, "BLOCK": 1024},
+    )
+    for sigmoid in (True, False):
+        yield from _router_scores(sigmoid)
+    for launch in (NARROW_GRAD, WIDE_GRAD):
+        yield Kernel(
+            f"router, gradient of the weight ({launch.experts})",
+            router.weight_grad_kernel,
+            {
+                "x_ptr": "*bf16",
+                "grads_ptr": "*bf16",
+                "valid_ptr": "*i1",
+                "out_ptr": "*fp32",
+                **dict.fromkeys(("tokens", "width", "experts", "plane", "piece"), "i32"),
+            },
+            {"BT": launch.tokens, "BH": GRAD_COLUMNS, "BE": launch.experts},
+            multiplies=True,
+            copies=False,
+            warps=launch.warps,
+        )
+
+
+def _router_scores(sigmoid: bool) -> Iterator[Kernel]:
+    score = "sigmoid" if sigmoid else "softmax"
+    shared = {"ids_ptr": "*i64", "logits_ptr": "*fp32", "valid_ptr": "*i1", "scale": "fp32"}
+    choices = {"SIGMOID": sigmoid, "RENORMALISE": True, "SLOTS": 8, "BLOCK": 32}
+    yield Kernel(
+        f"router, choice by {score}",
+        router.choose_kernel,
+        {
+            **dict.fromkeys(("products_ptr", "bias_ptr", "weights_ptr"), "*fp32"),
+            "counts_ptr": "*i64",
+            **dict.fromkeys(("tokens", "experts", "plane", "groups", "group_size"), "i32"),
+            **shared,
+        },
+        {
+            **choices,
+            "PARTS": PARTS,
+            "BIASED": True,
+            "SLOTS_2": 8,
+            "TOP_GROUPS": 4,
+            "GROUPS_2": 8,
+            "SIZE_2": 16,
+            "LIMITED": True,
+        },
+    )
+    yield Kernel(
+        f"router, gradient of {score}",
+        router.logits_grad_kernel,
+        {
+            **dict.fromkeys(("grad_weights_ptr", "grad_logits_ptr"), "*fp32"),
+            "out_ptr": "*bf16",
+            **dict.fromkeys(("tokens", "experts", "plane"), "i32"),
+            **shared,
+        },
+        {**choices, "BLOCK": 16, "FROM_WEIGHTS": True, "FROM_LOGITS": True, "ROWS": 128},
     )
 
 
@@ -233,7 +308,7 @@ def _inspect(kernel: Kernel, generation: str, code: dict[str, Any]) -> Finding:
     )
     if kernel.multiplies and not finding.matrix:
         finding.broken.append("no instruction of the matrix unit")
-    if kernel.multiplies and not finding.bulk_copies:
+    if kernel.multiplies and kernel.copies and not finding.bulk_copies:
         finding.broken.append("no bulk tensor copy")
     return finding
 
@@ -265,6 +340,6 @@ def _alignment(kernel: Kernel) -> dict[tuple[int], list[list[Any]]]:
     return {(number,): [["tt.divisibility", 16]] for number in aligned}
 
 
-def _block(*shape: int) -> str:
-    """Type of a descriptor of bf16 with this block."""
-    return f"tensordesc<bf16[{','.join(map(str, shape))}]>"
+def _block(dtype: str, *shape: int) -> str:
+    """Type of a descriptor with this block."""
+    return f"tensordesc<{dtype}[{','.join(map(str, shape))}]>"

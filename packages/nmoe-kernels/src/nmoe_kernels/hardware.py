@@ -27,6 +27,16 @@ BACKENDS = ("triton", "torch", "reference")
 
 BACKEND_VARIABLE = "NMOE_KERNELS_BACKEND"
 
+# Packages whose needs are compared with what is installed: ours, and those that pin each other.
+WATCHED = (
+    "nmoe-kernels",
+    "torch",
+    "sonic-moe",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "liger-kernel",
+)
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -53,15 +63,20 @@ class Hardware:
 @cache
 def describe() -> Hardware:
     """What this machine has, looked up once per process."""
-    driver, runtime = _driver_version(), torch.version.cuda or ""
+    driver, runtime, gpus = _driver_version(), torch.version.cuda or "", _gpus()
+    built_for = torch.cuda.get_arch_list() if gpus else []
     return Hardware(
         python=platform.python_version(),
         torch=torch.__version__,
         triton=_installed("triton"),
         cuda_runtime=runtime,
         cuda_driver=driver,
-        gpus=_gpus(),
-        clashes=(*_package_clashes(), *_driver_clashes(driver, runtime)),
+        gpus=gpus,
+        clashes=(
+            *_package_clashes(),
+            *_driver_clashes(driver, runtime),
+            *_gpu_clashes(gpus, built_for),
+        ),
     )
 
 
@@ -112,6 +127,8 @@ def _triton_refusal(device: str, dtype: torch.dtype) -> str | None:
         return f"it runs on cuda, not on {device}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes bfloat16 and float16, not {dtype_name(dtype)}"
+    if not torch.cuda.is_available():
+        return "there is no CUDA GPU here"
     major = torch.cuda.get_device_capability()[0]
     if major not in (9, 10):
         return f"it needs the shared memory of capability 9.0 or 10.0, and this GPU has {major}.x"
@@ -163,22 +180,84 @@ def _driver_version() -> str:
 
 
 def _package_clashes() -> list[str]:
-    """Packages that torch pins to one version and that are installed in another."""
-    pins = (re.match(r"([\w.-]+)(?:\[.*?\])?\s*==\s*([\w.]+)", line) for line in _requirements())
-    found = ((pin[1], pin[2], _installed(pin[1])) for pin in pins if pin)
+    """Installed packages that another installed one wants in another version."""
     return [
-        f"torch wants {name} {want}, {have} is installed"
-        for name, want, have in found
-        if have and have != want
+        f"{owner} wants {name} {wanted.removeprefix('==')}, {have} is installed"
+        for owner in WATCHED
+        for name, wanted in map(_split_requirement, _requirements(owner))
+        if (have := _installed(name)) and not _fits(have, wanted)
     ]
 
 
-def _requirements() -> list[str]:
-    return importlib.metadata.requires("torch") or []
+def _requirements(package: str) -> list[str]:
+    """What an installed package needs without its extras; nothing for one that is absent."""
+    try:
+        lines = importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [line for line in lines if "extra ==" not in line]
+
+
+def _split_requirement(line: str) -> tuple[str, str]:
+    """ "name[extra]>=1,<2; marker" -> ("name", ">=1,<2")."""
+    found = re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)", line)
+    return (found[1], found[2].replace(" ", "")) if found else ("", "")
+
+
+def _fits(have: str, wanted: str) -> bool:
+    """Whether a version meets all clauses of a specifier, by its numbers (no "rc", no "+cu130")."""
+    clauses = re.findall(r"(==|!=|>=|<=|~=|<|>)([\w.+]+?)(\.\*)?(?:,|$)", wanted)
+    return all(_meets(_numbers(have), sign, _numbers(want), star) for sign, want, star in clauses)
+
+
+def _meets(have: list[int], sign: str, want: list[int], star: str) -> bool:
+    """Whether one version meets one clause; `star`: only the numbers that are given count."""
+    width = max(len(have), len(want))
+    left, right = (numbers + [0] * (width - len(numbers)) for numbers in (have, want))
+    same = left[: len(want)] == want if star else left == right
+    return {
+        "==": same,
+        "!=": not same,
+        ">=": left >= right,
+        "<=": left <= right,
+        "<": left < right,
+        ">": left > right,
+        "~=": left >= right and left[: len(want) - 1] == want[:-1],
+    }[sign]
+
+
+def _numbers(version: str) -> list[int]:
+    found = re.match(r"\d+(\.\d+)*", version)
+    return [int(number) for number in found[0].split(".")] if found else []
 
 
 def _driver_clashes(driver: str, runtime: str) -> list[str]:
     """CUDA runs with an older driver of the same major version, not with one of an older major."""
+    if driver and not runtime:
+        return [f"the driver serves CUDA {driver}, and torch was built without CUDA"]
     if driver and runtime and int(driver.split(".")[0]) < int(runtime.split(".")[0]):
         return [f"torch was built for CUDA {runtime}, the driver serves up to {driver}"]
     return []
+
+
+def _gpu_clashes(gpus: tuple[Gpu, ...], built_for: list[str]) -> list[str]:
+    """GPUs for which torch holds neither machine code nor code that the driver can compile.
+
+    built_for: "sm_90" runs on capabilities 9.0 and later of that major, "compute_90" on all later.
+    """
+    return [
+        f"torch has no code for {gpu.name} (capability {'.'.join(map(str, gpu.capability))})"
+        for gpu in dict.fromkeys(gpus)
+        if not any(_runs_on(gpu.capability, target) for target in built_for)
+    ]
+
+
+def _runs_on(capability: tuple[int, int], target: str) -> bool:
+    found = re.match(r"(sm|compute)_(\d+)(\d)([af]?)$", target)
+    if found is None:
+        return False
+    built = (int(found[2]), int(found[3]))
+    if found[4] == "a":
+        return capability == built
+    same_major = found[1] == "sm" or found[4] == "f"
+    return capability >= built and (not same_major or capability[0] == built[0])

@@ -77,9 +77,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=torch.float32))
         self.register_buffer("bias", torch.zeros(config.experts, device=device))
 
-    def forward(self, x_TH: Tensor) -> Routing:
-        """Routes tokens [T, H]."""
-        return route(x_TH, self.weight, self.config, self.bias)
+    def forward(self, x_TH: Tensor, backend: str | None = None) -> Routing:
+        """Routes tokens [T, H] on the backend that `route` picks, or on the one asked for."""
+        return route(x_TH, self.weight, self.config, self.bias, backend=backend)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         def keep_precision(tensor: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x [..., H] -> (y [..., H], the routing of its tokens in order)."""
         x_TH = x.reshape(-1, x.shape[-1])
-        routing = self.router(x_TH)
+        routing = self.router(x_TH, self.backend)
         y_TH = moe(
             x_TH, routing, self.gate_up, self.down, backend=self.backend, recompute=self.recompute
         )

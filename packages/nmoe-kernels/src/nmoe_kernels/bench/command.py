@@ -1,87 +1,167 @@
-"""What `nmoe-kernels bench` does: reads its options, prints a table as it goes, writes the JSON."""
+"""What `nmoe-kernels bench` does: reads its options, prints as it measures, writes the figures."""
 
 import datetime
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, cast, get_args
 
 import torch
 from rich.console import Console
 
-from nmoe_kernels.bench.moe import (
-    DEFAULT_SHAPES,
-    ROUTINGS,
-    TOLERANCE,
-    Measurement,
-    Shape,
-    measure_moe,
-)
+from nmoe_kernels.bench import gemm, output, router
+from nmoe_kernels.bench.ceilings import measure_ceilings
+from nmoe_kernels.bench.first_call import first_calls
+from nmoe_kernels.bench.inputs import ROUTINGS
+from nmoe_kernels.bench.measure import TOLERANCE, Measurement
+from nmoe_kernels.bench.moe import measure_moe
+from nmoe_kernels.bench.peers import PEERS
+from nmoe_kernels.bench.published import published_rows
+from nmoe_kernels.bench.shapes import LAYERS, ROUTERS, RouterShape, Shape, parse_shapes
 from nmoe_kernels.errors import KernelError
 from nmoe_kernels.hardware import BACKENDS, describe, dtype_name
 
 
-def run_moe(
-    device: str,
-    shapes: Sequence[str] | None,
-    routings: str,
-    dtype: str,
-    backends: str | None,
-    repeats: int,
-    json_file: Path | None,
+@dataclass(frozen=True)
+class Options:
+    """What all benchmarks are told; None and empty stand for their defaults."""
+
+    device: str
+    shapes: Sequence[str] | None
+    routings: str
+    dtype: str
+    repeats: int
+    json_file: Path | None = None
+    csv_file: Path | None = None
+    chart_file: Path | None = None
+
+
+def run_moe(options: Options, backends: str | None, peers: str, first_call: bool) -> None:
+    """Measures the layer. peers: names, "all" or "none". Raises KernelError E-BENCH."""
+    ours = chosen("backend", backends or "all", BACKENDS)
+    others = chosen("peer", peers, PEERS)
+    shapes = parse_shapes(options.shapes, Shape, LAYERS, options.device)
+    measure = partial(measure_moe, backends=ours, peers=others)
+    _run("moe", options, shapes, measure, first_call=first_call)
+
+
+def run_gemm(options: Options, contenders: str) -> None:
+    """Measures the products. Raises KernelError E-BENCH."""
+    names = chosen("contender", contenders, gemm.CONTENDERS)
+    shapes = parse_shapes(options.shapes, Shape, LAYERS, options.device)
+    _run("gemm", options, shapes, partial(gemm.measure_gemm, contenders=names))
+
+
+def run_router(options: Options, contenders: str, score: str, first_call: bool) -> None:
+    """Measures the router. score: softmax or sigmoid. Raises KernelError E-BENCH."""
+    names = chosen("contender", contenders, router.CONTENDERS)
+    chosen("score", score, get_args(router.Score))
+    shapes = parse_shapes(options.shapes, RouterShape, ROUTERS, options.device)
+    kind = cast(router.Score, score)
+    measure = partial(router.measure_router, contenders=names, score=kind)
+    more = {"score": score, "published": published_rows()}
+    _run("router", options, shapes, measure, more, first_call=first_call)
+
+
+def chosen(what: str, given: str, known: Iterable[str]) -> list[str]:
+    """Names with commas, "all" or "none", as a list without repeats. Raises KernelError E-BENCH."""
+    known = list(known)
+    if given in ("all", "none"):
+        return known if given == "all" else []
+    names = list(dict.fromkeys(given.split(",")))
+    for name in names:
+        if name not in known:
+            message = f"there is no {what} {name!r}"
+            raise KernelError("E-BENCH", message, f"choose from {', '.join(known)}")
+    return names
+
+
+def _run(
+    kind: str,
+    options: Options,
+    shapes: Sequence[Shape] | Sequence[RouterShape],
+    measure: Callable[..., list[Measurement]],
+    more: Mapping[str, Any] | None = None,
+    *,
+    first_call: bool = False,
 ) -> None:
-    """Measures every shape and routing. Raises KernelError E-BENCH for options that cannot be."""
-    if device not in DEFAULT_SHAPES or (device == "cuda" and not torch.cuda.is_available()):
-        raise KernelError("E-BENCH", f"there is no device {device!r} here", "give --device cpu")
-    types = {dtype_name(known): known for known in TOLERANCE}
-    _known("dtype", [dtype], types)
-    _known("routing", routings.split(","), ROUTINGS)
-    chosen = backends.split(",") if backends else list(BACKENDS)
-    _known("backend", chosen, BACKENDS)
-    console, rows = Console(soft_wrap=True), list[Measurement]()
-    console.print(f"{_hardware()['device']}, {dtype}, router included, medians of {repeats}")
-    for shape in _shapes(shapes) or DEFAULT_SHAPES[device]:
-        for routing in routings.split(","):
-            console.print(f"T,H,I,E,K = {shape}, {routing}", highlight=False)
-            for found in measure_moe(
-                shape, routing, types[dtype], torch.device(device), chosen, repeats
-            ):
-                rows.append(found)
-                console.print(_line(found), highlight=False)
-    if json_file is not None:
-        report = {"hardware": _hardware(), "repeats": repeats, "rows": [asdict(r) for r in rows]}
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+    device, dtype = _checked(options)
+    routings = chosen("routing", options.routings, ROUTINGS)
+    output.check_targets(options.json_file, options.csv_file, options.chart_file)
+    console, rows = Console(soft_wrap=True, highlight=False, markup=False), list[Measurement]()
+    report = {
+        "bench": kind,
+        "hardware": hardware(options.device),
+        "repeats": options.repeats,
+        "ceilings": measure_ceilings(dtype, device, options.repeats),
+        **(more or {}),
+    }
+    console.print(_heading(report, options.dtype))
+    for shape in shapes:
+        for routing in routings:
+            console.print(f"{shape}, {routing}")
+            found = measure(shape, routing, dtype, device, repeats=options.repeats)
+            for measurement in found:
+                # It takes minutes, and compiling does not depend on the routing.
+                wanted = first_call and routing == routings[0]
+                if wanted and measurement.times and measurement.error is not None:
+                    _add_first_calls(kind, measurement, options.device)
+                console.print(output.line(measurement))
+            rows += found
+            _write(kind, options, report, rows)
 
 
-def _line(found: Measurement) -> str:
-    if found.forward_ms is None or found.both_ms is None:
-        return f"  {found.backend:10s} {found.note}"
-    peak = "" if found.peak_gib is None else f"  peak {found.peak_gib:.1f} GiB"
+def _add_first_calls(kind: str, found: Measurement, device: str) -> None:
+    if device == "cuda":
+        # The other process needs the memory that this one keeps for later.
+        torch.cuda.empty_cache()
+    names = (found.shape, found.routing, found.dtype, device, found.contender)
+    answer = first_calls(kind, *names)
+    if isinstance(answer, str):
+        found.note = "; ".join(filter(None, (found.note, answer)))
+    else:
+        found.first_call_cold_s, found.first_call_warm_s = answer
+
+
+def _write(
+    kind: str, options: Options, report: Mapping[str, Any], rows: Sequence[Measurement]
+) -> None:
+    """Writes what is known after each shape, so that a run that is cut short leaves it."""
+    if options.json_file is not None:
+        output.write(options.json_file, output.as_json(report, rows))
+    if options.csv_file is not None:
+        output.write(options.csv_file, output.as_csv(rows))
+    if options.chart_file is not None:
+        title = f"{kind} on {report['hardware']['device']}, {options.dtype}"
+        output.write(options.chart_file, output.as_chart(title, rows))
+
+
+def _heading(report: Mapping[str, Any], dtype: str) -> str:
+    ceilings = report["ceilings"]
     return (
-        f"  {found.backend:10s} forward {found.forward_ms:8.2f} ms {found.forward_tflops:6.1f} "
-        f"TFLOP/s  both {found.both_ms:8.2f} ms {found.both_tflops:6.1f} TFLOP/s{peak}  "
-        f"error {found.error:.1e}"
+        f"{report['hardware']['device']}, {dtype}, medians of {report['repeats']} (quartiles); "
+        f"dense {ceilings['dense_size']}^3 {ceilings['dense_tflops']:.3g} TFLOP/s, "
+        f"copy {ceilings['copy_gbps']:.0f} GB/s"
     )
 
 
-def _shapes(texts: Sequence[str] | None) -> list[Shape]:
-    try:
-        return [Shape.parse(text) for text in texts or ()]
-    except (ValueError, TypeError):
-        what = f"a shape of {', '.join(texts or ())} is not five numbers"
-        raise KernelError("E-BENCH", what, "write T,H,I,E,K as in 8192,2048,1024,64,8") from None
+def _checked(options: Options) -> tuple[torch.device, torch.dtype]:
+    known = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    if options.device not in known:
+        what = f"there is no device {options.device!r} here"
+        raise KernelError("E-BENCH", what, f"give --device {known[0]}")
+    types = {dtype_name(dtype): dtype for dtype in TOLERANCE}
+    if options.dtype not in types:
+        what = f"there is no dtype {options.dtype!r}"
+        raise KernelError("E-BENCH", what, f"choose from {', '.join(types)}")
+    return torch.device(options.device), types[options.dtype]
 
 
-def _known(what: str, given: Sequence[str], known: Sequence[str] | dict[str, torch.dtype]) -> None:
-    for word in given:
-        if word not in known:
-            message = f"there is no {what} {word!r}"
-            raise KernelError("E-BENCH", message, f"choose from {', '.join(known)}")
-
-
-def _hardware() -> dict[str, str]:
-    machine = describe()
-    name = machine.gpus[0].name if machine.gpus else f"cpu, {torch.get_num_threads()} threads"
+def hardware(device: str) -> dict[str, str]:
+    """The device and the versions that a report names."""
+    machine, cpu = describe(), f"cpu, {torch.get_num_threads()} threads"
+    name = machine.gpus[0].name if device == "cuda" else cpu
     return {
         "device": name,
         "torch": machine.torch,

@@ -25,13 +25,15 @@ COUNTED = 16384
 class RowPlan(NamedTuple):
     """token_P: int32, row -> t, or -1. flat_P: int32, row -> t*K + k, or -1. inverse_TK: int32,
     (t, k) -> row, or -1 if the assignment belongs to no expert. offsets_E1: int32 [E + 1], rows of
-    expert e are offsets[e] to offsets[e + 1]. tile_expert_N: int32, tile -> e. tiles: int32 [1].
+    expert e are offsets[e] to offsets[e + 1], and those from ends[e] (int32 [E]) on are padding.
+    tile_expert_N: int32, tile -> e. tiles: int32 [1].
     """
 
     token_P: Tensor
     flat_P: Tensor
     inverse_TK: Tensor
     offsets_E1: Tensor
+    ends_E: Tensor
     tile_expert_N: Tensor
     tiles: Tensor
 
@@ -45,7 +47,7 @@ def plan_rows(ids_TK: Tensor, experts: int) -> RowPlan:
 @torch.library.custom_op("nmoe_kernels::plan_rows", mutates_args=())
 def _plan_rows(
     ids_TK: Tensor, experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     assignments, slots = ids_TK.numel(), ids_TK.shape[1]
     padded_experts = triton.next_power_of_2(experts)
     block = max(16, min(128, COUNTED // padded_experts))
@@ -77,6 +79,7 @@ def _empty_plan(ids_TK: Tensor, experts: int) -> RowPlan:
         flat_P=empty(tiles * TILE_ROWS),
         inverse_TK=empty(*ids_TK.shape),
         offsets_E1=empty(experts + 1),
+        ends_E=empty(experts),
         tile_expert_N=empty(tiles),
         tiles=empty(1),
     )
@@ -112,7 +115,7 @@ def scan_kernel(counts_ptr, totals_ptr, blocks, EXPERTS: tl.constexpr, CHUNK: tl
 @triton.jit
 def place_kernel(
     ids_ptr, before_ptr, totals_ptr,
-    token_ptr, flat_ptr, inverse_ptr, offsets_ptr, tile_expert_ptr, tiles_ptr,
+    token_ptr, flat_ptr, inverse_ptr, offsets_ptr, ends_ptr, tile_expert_ptr, tiles_ptr,
     assignments, experts, slots,
     TILE: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
@@ -144,6 +147,7 @@ def place_kernel(
         tl.store(token_ptr + padding, -1, mask=padding < stop)
         tl.store(flat_ptr + padding, -1, mask=padding < stop)
         tl.store(offsets_ptr + program, start)
+        tl.store(ends_ptr + program, start + total)
         for tile in range(start // TILE, stop // TILE):
             tl.store(tile_expert_ptr + tile, program)
         if program == experts - 1:

@@ -6,8 +6,8 @@ sorted rows times a weight (`rows_kernel`), and rows times rows for the gradient
 (`weight_grad_kernel`). Weights are read as [E, out, in] descriptors, so a tile that hangs over an
 expert's edge is cut by the copy engine; flattening the loops over tiles and over the inner
 dimension lets the next tile's copies start under this tile's epilogue. Between them: SwiGLU
-backward by rows, the sum of a token's rows, and a gather. The same source compiles to wgmma (sm_90)
-and tcgen05 (sm_100).
+backward by rows, the sum of a token's rows, and a scatter of tokens to rows. The same source
+compiles to wgmma (sm_90) and tcgen05 (sm_100).
 
 Letters: H width, I expert width, E experts; N columns of the output, C inner dimension.
 """
@@ -29,13 +29,13 @@ def place_tile(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 @triton.jit
 def up_kernel(
     x_ptr, token_ptr, weight, h, a, tile_expert_ptr, tiles_ptr, width, expert_width,
-    TILE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, EVEN: tl.constexpr,
+    KEEP_H: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """h = x[token] W^T for gate and up at once, and a = silu(h_gate) * h_up.
 
     weight: descriptor of gate_up as [E, 2, I, H], block [1, 2, BN, BK]. h: [P, 2, I], block
-    [TILE, 1, BN]. a: [P, I], block [TILE, BN]. EVEN: BK divides H.
+    [TILE, 1, BN], written with KEEP_H. a: [P, I], block [TILE, BN]. EVEN: BK divides H.
     """
     row_tiles, column_tiles = tl.load(tiles_ptr), tl.cdiv(expert_width, BN)
     inner = tl.arange(0, BK)
@@ -53,8 +53,9 @@ def up_kernel(
             acc = tl.dot(x, w.T, acc)
         gate, up = acc.reshape(TILE, 2, BN).permute(0, 2, 1).split()
         gate, up = gate.to(a.dtype), up.to(a.dtype)
-        h.store([row_tile * TILE, 0, column_tile * BN], gate.reshape(TILE, 1, BN))
-        h.store([row_tile * TILE, 1, column_tile * BN], up.reshape(TILE, 1, BN))
+        if KEEP_H:
+            h.store([row_tile * TILE, 0, column_tile * BN], gate.reshape(TILE, 1, BN))
+            h.store([row_tile * TILE, 1, column_tile * BN], up.reshape(TILE, 1, BN))
         gate32 = gate.to(tl.float32)
         product = gate32 * tl.sigmoid(gate32) * up.to(tl.float32)
         a.store([row_tile * TILE, column_tile * BN], product.to(a.dtype))
@@ -93,7 +94,7 @@ def rows_kernel(
 
 @triton.jit
 def weight_grad_kernel(
-    left, right, out, offsets_ptr, left_width, right_width, experts,
+    left, right, out, offsets_ptr, ends_ptr, left_width, right_width, experts,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +109,7 @@ def weight_grad_kernel(
         expert = tile // per_expert
         i, j = place_tile(tile % per_expert, left_tiles, right_tiles, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
-        for row in range(tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1), BK):
+        for row in range(tl.load(offsets_ptr + expert), tl.load(ends_ptr + expert), BK):
             acc = tl.dot(left.load([row, i * BM]).T, right.load([row, j * BN]), acc)
         out.store([expert, i * BM, j * BN], acc.to(out.dtype).reshape(1, BM, BN))
 
@@ -168,14 +169,30 @@ def sum_slots_kernel(
 
 
 @triton.jit
-def gather_kernel(
-    x_ptr, token_ptr, out_ptr, tiles_ptr, width, TILE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[row] = x[token[row]], zeros in padding rows."""
-    row = tl.program_id(0)
-    if row < tl.load(tiles_ptr) * TILE:
-        token = tl.load(token_ptr + row).to(tl.int64)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        readable = column < tl.where(token >= 0, width, 0)
-        value = tl.load(x_ptr + token * width + column, mask=readable, other=0.0)
-        tl.store(out_ptr + row.to(tl.int64) * width + column, value, mask=column < width)
+def scatter_kernel(
+    x_ptr, inverse_ptr, offsets_ptr, ends_ptr, out_ptr, tokens, width,
+    SLOTS: tl.constexpr, TILE: tl.constexpr, CLEARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = x[t] for every row of token t, and zeros in padding rows.
+
+    A token is read once. Programs past the tokens clear CLEARED rows of an expert's last tile each.
+    """
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if program < tokens:
+        token = program.to(tl.int64)
+        value = tl.load(x_ptr + token * width + column, mask=column < width)
+        for k in tl.static_range(SLOTS):
+            row = tl.load(inverse_ptr + token * SLOTS + k).to(tl.int64)
+            # A dropped assignment has no row, and writes nothing.
+            writable = column < tl.where(row >= 0, width, 0)
+            tl.store(out_ptr + row * width + column, value, mask=writable)
+    else:
+        pieces: tl.constexpr = TILE // CLEARED
+        expert, piece = (program - tokens) // pieces, (program - tokens) % pieces
+        last, end = tl.load(offsets_ptr + expert + 1) - 1, tl.load(ends_ptr + expert)
+        zeros = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
+        for i in tl.static_range(CLEARED):
+            cleared = last - piece * CLEARED - i
+            writable = column < tl.where(cleared >= end, width, 0)
+            tl.store(out_ptr + cleared.to(tl.int64) * width + column, zeros, mask=writable)

@@ -68,22 +68,32 @@ class Routing:
 
     ids_TK: int64, the experts of each token, best first, distinct, in [0, E); only `apply_capacity`
     writes E, which means that the assignment was dropped. weights_TK: what each expert's output is
-    multiplied by, differentiable. scores_TE: softmax or sigmoid of the logits, differentiable.
-    logits_TE: differentiable; zeros in a row whose logits were not finite. valid_T: bool, False for
-    such a row. invalid: int64 scalar, how many they are. load_E: int64, the tokens that chose each
-    expert, before capacity. dropped: int64 scalar, assignments that capacity dropped.
+    multiplied by, differentiable. logits_TE: differentiable; zeros in a row whose logits were not
+    finite. score: what makes scores of them. valid_T: bool, False for a row that was not finite.
+    invalid: int64 scalar, how many they are. load_E: int64, the tokens that chose each expert,
+    before capacity. dropped: int64 scalar, assignments that capacity dropped.
 
     Floats are fp32 (fp64 when the router's weight is fp64).
     """
 
     ids_TK: Tensor
     weights_TK: Tensor
-    scores_TE: Tensor
     logits_TE: Tensor
+    score: Literal["sigmoid", "softmax"]
     load_E: Tensor
     invalid: Tensor
     valid_T: Tensor
     dropped: Tensor
+
+    @property
+    def scores_TE(self) -> Tensor:
+        """Softmax or sigmoid of the logits, differentiable, computed anew at each access."""
+        return scores_of(self.logits_TE, self.score)
+
+
+def scores_of(logits_TE: Tensor, score: Literal["sigmoid", "softmax"]) -> Tensor:
+    """What logits become before the choice."""
+    return logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
 
 
 # FSDP and checkpointing look for tensors in a module's outputs by walking pytrees; an unknown class

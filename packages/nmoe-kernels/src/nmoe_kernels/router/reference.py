@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nmoe_kernels.errors import KernelError
-from nmoe_kernels.router.config import RouterConfig, Routing
+from nmoe_kernels.router.config import RouterConfig, Routing, scores_of
 
 # Keeps the division finite when every chosen sigmoid underflows; DeepSeek-V3's code has the same.
 TINY = 1e-20
@@ -24,16 +23,15 @@ TINY = 1e-20
 def route_reference(
     x_TH: Tensor, weight_EH: Tensor, config: RouterConfig, bias_E: Tensor | None = None
 ) -> Routing:
-    """Routes T tokens without any limit on capacity; see `route` for arguments and errors."""
-    _check(x_TH, weight_EH, config, bias_E)
+    """Routes T tokens without any limit on capacity; see `route` for arguments."""
     logits_TE, valid_T = _Logits.apply(x_TH, weight_EH)
-    scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
+    scores_TE = scores_of(logits_TE, config.score)
     ids_TK = top_ids(choice_scores(scores_TE, config, bias_E), config.top_k)
     return Routing(
         ids_TK=ids_TK,
         weights_TK=choice_weights(scores_TE, ids_TK, config),
-        scores_TE=scores_TE,
         logits_TE=logits_TE,
+        score=config.score,
         load_E=count_load(ids_TK, config.experts),
         invalid=(~valid_T).sum(),
         valid_T=valid_T,
@@ -122,16 +120,3 @@ class _Logits(torch.autograd.Function):
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
-
-
-def _check(x_TH: Tensor, weight_EH: Tensor, config: RouterConfig, bias_E: Tensor | None) -> None:
-    if x_TH.dim() != 2:
-        _shape_error("x", x_TH, "flatten it to [tokens, width]")
-    if weight_EH.shape != (config.experts, x_TH.shape[1]):
-        _shape_error("weight", weight_EH, f"make it {[config.experts, x_TH.shape[1]]}")
-    if bias_E is not None and bias_E.shape != (config.experts,):
-        _shape_error("bias", bias_E, f"make it {[config.experts]}")
-
-
-def _shape_error(name: str, tensor: Tensor, remedy: str) -> None:
-    raise KernelError("E-ROUTER-SHAPE", f"router {name} has shape {list(tensor.shape)}", remedy)
