@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ import numpy
 import scipy
 from nmoe_data.hydra.encoder import open_encoder
 from nmoe_data.hydra.filter import FilterProgress, FilterSettings, filter_corpus
+from nmoe_data.hydra.filter.executors import worker_environment
 from nmoe_data.hydra.heads import open_heads
 from nmoe_data.sources import Document, list_files, read_documents
 from threadpoolctl import threadpool_limits
@@ -126,6 +129,22 @@ def cpu_seconds() -> float:
             continue
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _answer(connection: Connection, spec: str, seconds: float) -> None:
+    connection.send(encoder_rate(pieces(), spec, seconds))
+
+
+def worker_encoder_rate(spec: str, seconds: float) -> Rate:
+    """The encoder alone, in a process like a worker's: one thread, the same allocator."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, spec, seconds))
+    with worker_environment("cpu"):
+        process.start()
+    rate: Rate = ours.recv()
+    process.join()
+    return rate
 
 
 def filter_rate(corpus: Path, heads: Path, folder: Path, workers: int) -> Rate:
@@ -269,9 +288,13 @@ def main() -> None:
             alone = pairs(
                 lambda: encoder_rate(texts, spec, 6.0), lambda: filtered(1), arguments.repeats
             )
+            in_worker = pairs(
+                lambda: worker_encoder_rate(spec, 6.0), lambda: filtered(1), arguments.repeats
+            )
         workers = pairs(lambda: filtered(1), lambda: filtered(2), arguments.repeats)
         rows = [
             ratio_row("encoder alone and filter, one core", ("encoder", "filter"), alone),
+            ratio_row("the same, encoder in a worker's process", ("encoder", "filter"), in_worker),
             ratio_row("one worker and two, all cores", ("one", "two"), workers),
         ]
         if arguments.large_gb:

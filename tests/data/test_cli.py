@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nmoe_data
 import pytest
-from nmoe_data import cli
+from nmoe_data import console
 from nmoe_data.tokenizer import load_tokenizer
 
 
@@ -161,7 +161,7 @@ def test_without_a_terminal_progress_is_plain_lines(
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
     arguments = ("prep", source, "--tokenizer", "bytes", "--out")
     assert run_cli(*arguments, tmp_path / "quick").err == ""
-    monkeypatch.setattr(cli, "PLAIN_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "PLAIN_LINE_SECONDS", 0.0)
     lines = run_cli(*arguments, tmp_path / "out").err.splitlines()
     assert len(lines) == 3
     assert all(re.fullmatch(r"\d+%  [\d,]+ tokens, 0 rejected", line) for line in lines)

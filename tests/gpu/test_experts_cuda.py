@@ -461,6 +461,24 @@ def test_forward_without_gradients_keeps_no_pre_activation():
     assert kept[0] - kept[1] >= 0.9 * h_bytes
 
 
+def test_a_backward_makes_no_second_pre_activation():
+    tokens, width, expert_width = 8192, 512, 2048
+    layer = make_layer(RouterConfig(16, 4, "sigmoid"), width, expert_width, backend="triton")
+    x = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
+    inputs, grad = (x, *layer.parameters()), torch.randn_like(x)
+    for _ in range(2):  # the first compiles
+        y, _ = layer(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        grads = torch.autograd.grad(y, inputs, grad)
+        torch.cuda.synchronize()
+        made = torch.cuda.max_memory_allocated() - before
+        del grads
+    # The gradient of a is half as large; the rest is small beside it.
+    assert made < tokens * 4 * 2 * expert_width * 2
+
+
 def test_a_layer_trains_under_compile_and_autocast():
     layer = make_layer(RouterConfig(16, 4, "sigmoid"), backend="triton")
     x = torch.randn(512, 256, device="cuda").bfloat16().requires_grad_()

@@ -118,6 +118,7 @@ def test_a_run_that_is_cut_short_leaves_the_figures_before(tmp_path, monkeypatch
         ({"dtype": "int8"}, None, "none", "bfloat16"),
         ({"device": "tpu"}, None, "none", "--device cpu"),
         ({}, "magic", "none", "triton, torch, reference"),
+        ({}, "", "none", "there is no backend ''"),
         ({}, None, "magic", "torch_eager, torch_compiled, sonicmoe, liger"),
         ({"json_file": Path("/nowhere/at/all.json")}, None, "none", "/nowhere/at/all.json"),
         ({"chart_file": Path("/")}, None, "none", "cannot write /"),

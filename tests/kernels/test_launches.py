@@ -84,6 +84,8 @@ def test_a_forced_launch_goes_before_a_tuned_one_and_ends_with_its_context(file)
         with forced("down", Launch(stages=4)):
             assert launch_for("up", 4096, 2048, CUDA) == Launch(stages=2)
         assert launch_for("down", 4096, 2048, CUDA) == CANDIDATES["down"][0]
+        with forced("up", Launch(stages=5)):
+            assert launch_for("up", 1, 1, CPU) == Launch(stages=5)
         assert launch_for("up", 1, 1, CPU) == Launch(stages=2)
     assert launch_for("up", 4096, 2048, CUDA) == Launch(group=4)
 

@@ -83,6 +83,15 @@ def test_negative_biased_scores_are_ordered():
     assert got.ids_TK.tolist() == [[1, 2, 0, 3]]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_expert_whose_bias_is_not_a_number_comes_last(groups):
+    bias = torch.tensor([0.0, float("nan"), -float("inf"), -5.0])
+    config = RouterConfig(4, 4, "sigmoid", groups=groups, top_groups=groups)
+    assert route(torch.zeros(1, 4), torch.eye(4), config, bias).ids_TK.tolist() == [[0, 3, 1, 2]]
+    config = RouterConfig(4, 1, "softmax", groups=groups)
+    assert route(torch.zeros(1, 4), torch.eye(4), config, bias).ids_TK.tolist() == [[0]]
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_rows_that_are_not_finite_are_routed_and_counted(score, groups):

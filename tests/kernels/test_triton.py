@@ -38,6 +38,8 @@ def test_interpreted_it_is_the_loop_over_tokens(
         (40, 72, 12, 3, 1, 1, "softmax"),  # experts and slots that are no power of two
         (40, 200, 16, 4, 4, 2, "sigmoid"),  # a token chooses in two groups of four
         (20, 64, 20, 4, 5, 2, "softmax"),  # groups that are no power of two
+        (9, 64, 510, 32, 1, 1, "softmax"),  # the most experts and slots
+        (9, 64, 8, 2, 8, 4, "sigmoid"),  # groups of one expert
     ],
 )
 def test_interpreted_the_router_is_the_reference(
@@ -52,6 +54,19 @@ def test_interpreted_the_router_is_the_reference(
     assert len(found["errors"]) == 7
     # fp32 all the way.
     assert max(found["errors"].values()) < 1e-6, found["errors"]
+
+
+@pytest.mark.slow
+def test_interpreted_the_backward_holds_one_pre_activation_and_spoils_nothing() -> None:
+    command = [sys.executable, str(SUPPORT / "interpreted_backward.py")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout)
+    assert found["held"] == {"kept": 1, "recomputed": 1, "graph kept": 2}
+    assert found["again"] == 0.0 and found["checkpointed"] == 0.0
+    assert "no autograd formula was registered" in found["twice"]
+    assert found["checked"] == {"route": "SUCCESS", "expert_mlp": "SUCCESS"}
+    assert found["compiled"] == [0.0, 0.0]
 
 
 @pytest.mark.slow

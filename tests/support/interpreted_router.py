@@ -28,6 +28,7 @@ def main(
     # In fp32: the interpreter multiplies the bits of bf16 as if they were integers.
     x = torch.randn(tokens, width)
     weight, bias = torch.randn(experts, width) * width**-0.5, 0.1 * torch.randn(experts)
+    bias[experts // 2] = float("nan")
     x[1, 0], x[3, -1] = float("nan"), float("inf")
     upstream = torch.randn(tokens, slots), torch.randn(tokens, experts)
 

@@ -1,29 +1,23 @@
-"""The `nmoe-data` command: prep, verify, info, inspect, tokenizer train.
+"""The `nmoe-data` command: prep, verify, info, inspect, tokenizer train, hydra.
 
 Heavy modules are imported inside the commands, so that `--help` starts at once. Every DataError
-becomes one line on stderr and exit code 2; Ctrl-C exits with 130. Without a terminal, progress is a
-plain line every few seconds.
+becomes one line on stderr and exit code 2; Ctrl-C exits with 130.
 """
 
-import logging
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nmoe_data import __version__
+from nmoe_data.console import Shown, log_to_stderr, shown_progress
 from nmoe_data.errors import DataError
 from nmoe_data.files import os_errors
+from nmoe_data.hydra.commands import hydra_app
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from nmoe_data.prep import PrepProgress, PrepResult
     from nmoe_data.shards import Manifest
 
@@ -41,9 +35,9 @@ tokenizer_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(hydra_app, name="hydra")
 
 INTERRUPTED = 130
-PLAIN_LINE_SECONDS = 5.0
 
 Sources = Annotated[
     list[str], typer.Argument(metavar="SOURCE...", help="Folders, files, or python-stdlib.")
@@ -87,7 +81,7 @@ def prep_command(
     from nmoe_data.prep import DEFAULT_SHARD_TOKENS, prep
 
     try:
-        with _shown_progress() as progress:
+        with shown_progress(_shown) as progress:
             result = prep(
                 sources,
                 out,
@@ -104,78 +98,9 @@ def prep_command(
     _print_result(result)
 
 
-@contextmanager
-def _shown_progress() -> "Iterator[Callable[[PrepProgress], None]]":
-    """Shows progress on stderr; a first Ctrl-C stops at the next safe point, a second at once."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    shown = _bar(console) if console.is_terminal else _plain_lines()
-    with shown as show, _gentle_interrupt() as interrupted:
-        # Only here: what the bar puts in the place of stderr prints above the bar.
-        _log_to_stderr()
-
-        def report(now: "PrepProgress") -> None:
-            show(now)
-            if interrupted():
-                raise KeyboardInterrupt
-
-        yield report
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("nmoe_data").setLevel(logging.INFO)
-
-
-@contextmanager
-def _bar(console: "Console") -> "Iterator[Callable[[PrepProgress], None]]":
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn as Speed
-
-    columns = (BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-    counts = TextColumn("{task.fields[counts]}")
-    # Transient: what remains on the screen is the result or the error, one thing.
-    with Progress(*columns, counts, console=console, transient=True) as bar:
-        task = bar.add_task("prep", total=None, counts="")
-        yield lambda now: bar.update(
-            task, total=now.bytes_total, completed=now.bytes_done, counts=_counts(now)
-        )
-
-
-@contextmanager
-def _plain_lines() -> "Iterator[Callable[[PrepProgress], None]]":
-    printed = time.monotonic()
-
-    def show(now: "PrepProgress") -> None:
-        nonlocal printed
-        if time.monotonic() - printed >= PLAIN_LINE_SECONDS:
-            share = now.bytes_done / max(now.bytes_total, 1)
-            typer.echo(f"{share:.0%}  {_counts(now)}", err=True)
-            printed = time.monotonic()
-
-    yield show
-
-
-def _counts(now: "PrepProgress") -> str:
-    return f"{now.tokens:,} tokens, {now.rejected:,} rejected"
-
-
-@contextmanager
-def _gentle_interrupt() -> Iterator[Callable[[], bool]]:
-    stopped = False
-
-    def stop(number: int, frame: object) -> None:
-        del number, frame
-        nonlocal stopped
-        stopped = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    previous = signal.signal(signal.SIGINT, stop)
-    try:
-        yield lambda: stopped
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def _shown(now: "PrepProgress") -> Shown:
+    detail = f"{now.tokens:,} tokens, {now.rejected:,} rejected"
+    return Shown("prep", now.bytes_done, now.bytes_total, detail, in_bytes=True)
 
 
 def _print_result(result: "PrepResult") -> None:
@@ -284,7 +209,7 @@ def tokenizer_train_command(
     from nmoe_data.sources import list_files, sample_texts
     from nmoe_data.tokenizer import train_bpe
 
-    _log_to_stderr()
+    log_to_stderr()
     texts = sample_texts(list_files(sources, [out]), sample_bytes, 0, text_field)
     tokenizer = train_bpe(texts, vocab_size)
     tokenizer.save(out)

@@ -2,7 +2,8 @@
 
 A kernel's promise is a set of instructions: the matrix unit of the generation (wgmma on sm_90a,
 tcgen05 on sm_100a) and the copy engine's bulk tensor copies. They are counted in the PTX; registers
-and local memory, which is where registers spill to, are read off the machine code.
+and local memory, which is where registers spill to, are read off the machine code. Sizes are taken
+to be multiples of 16, as those of real layers are.
 """
 
 import re
@@ -27,6 +28,8 @@ from nmoe_kernels.router.triton import GRAD_COLUMNS, NARROW_GRAD, PARTS, WIDE_GR
 GENERATIONS = {"sm_90a": 90, "sm_100a": 100}
 MATRIX_UNIT = {"sm_90a": r"wgmma\.mma_async", "sm_100a": r"tcgen05\.mma"}
 BULK_COPY = r"cp\.async\.bulk\.tensor"
+# How the sizes are called that are multiples of 16 in real layers.
+ROUND = ("width", "columns", "tokens", "plane", "piece")
 
 
 @dataclass(frozen=True)
@@ -314,14 +317,23 @@ def _inspect(kernel: Kernel, generation: str, code: dict[str, Any]) -> Finding:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory of a thread, as the machine code declares them."""
+    """Registers, and bytes of local memory that are used, of a thread of the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
-    return used["REG"], used["STACK"] + used["LOCAL"]
+        usage, instructions = (
+            subprocess.run(
+                [triton.knobs.nvidia.cuobjdump.path, listing, file.name],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            for listing in ("--dump-resource-usage", "--dump-sass")
+        )
+    used = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    # A frame may be set up that no instruction reads or writes.
+    touched = re.search(r"\b(STL|LDL)\b", instructions) is not None
+    return used["REG"], (used["STACK"] + used["LOCAL"]) * touched
 
 
 def _signature(kernel: Kernel) -> dict[str, str]:
@@ -330,12 +342,12 @@ def _signature(kernel: Kernel) -> dict[str, str]:
 
 
 def _alignment(kernel: Kernel) -> dict[tuple[int], list[list[Any]]]:
-    """Pointers and widths are multiples of 16 where the kernels are launched on real shapes."""
+    """Pointers and sizes are multiples of 16 where the kernels are launched on real shapes."""
     names = kernel.function.arg_names
     aligned = (
         number
         for number, name in enumerate(names)
-        if kernel.types.get(name, "").startswith("*") or name.endswith(("width", "columns"))
+        if kernel.types.get(name, "").startswith("*") or name.endswith(ROUND)
     )
     return {(number,): [["tt.divisibility", 16]] for number in aligned}
 

@@ -12,19 +12,23 @@ from nmoe_data.sources.listing import (
     place_of,
     source_list,
 )
+from nmoe_data.sources.record import PAST_ALL, Record
 from nmoe_data.sources.stream import (
     Cursor,
     Document,
     Rejection,
     document_id,
     read_documents,
+    read_records,
     sample_texts,
 )
 
 __all__ = [
+    "PAST_ALL",
     "PYTHON_STDLIB",
     "Cursor",
     "Document",
+    "Record",
     "Rejection",
     "Source",
     "SourceFile",
@@ -33,6 +37,7 @@ __all__ = [
     "listing_hash",
     "place_of",
     "read_documents",
+    "read_records",
     "sample_texts",
     "source_list",
 ]

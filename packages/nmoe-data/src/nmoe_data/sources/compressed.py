@@ -75,7 +75,7 @@ def open_stream(path: Path) -> Stream:
     Reading raises EOFError for a file cut inside a frame, `zlib.error`, `gzip.BadGzipFile` or
     `zstandard.ZstdError` for a damaged one.
     """
-    raw = path.open("rb")
+    raw = path.open("rb", buffering=CHUNK_BYTES)
     if path.suffix == ".gz":
         return Stream(cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw)
     if path.suffix == ".zst":

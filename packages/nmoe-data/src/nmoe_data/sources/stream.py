@@ -58,11 +58,12 @@ def read_documents(
     start = cursor or Cursor()
     for number in range(start.file, len(files)):
         position = start.position if number == start.file else 0
-        for record in _read_file(files[number], position, text_field):
+        for record in read_records(files[number], position, text_field):
             yield _item(record, number)
 
 
-def _read_file(file: SourceFile, position: int, text_field: str) -> Iterator[Record]:
+def read_records(file: SourceFile, position: int, text_field: str) -> Iterator[Record]:
+    """Yields the records of one file from `position` on; one that cannot be read is a rejection."""
     if position == PAST_ALL:
         return
     at = position
@@ -119,7 +120,7 @@ def _key(seed: int, file: SourceFile) -> bytes:
 def _sample_file(file: SourceFile, quota: int, share: float, text_field: str) -> Iterator[str]:
     stride = max(1, min(8, round(1 / share)))
     documents = (
-        record.text for record in _read_file(file, 0, text_field) if record.text is not None
+        record.text for record in read_records(file, 0, text_field) if record.text is not None
     )
     for number, text in enumerate(documents):
         if number % stride:

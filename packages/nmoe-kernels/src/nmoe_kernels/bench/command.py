@@ -39,7 +39,7 @@ class Options:
 
 def run_moe(options: Options, backends: str | None, peers: str, first_call: bool) -> None:
     """Measures the layer. peers: names, "all" or "none". Raises KernelError E-BENCH."""
-    ours = chosen("backend", backends or "all", BACKENDS)
+    ours = chosen("backend", "all" if backends is None else backends, BACKENDS)
     others = chosen("peer", peers, PEERS)
     shapes = parse_shapes(options.shapes, Shape, LAYERS, options.device)
     measure = partial(measure_moe, backends=ours, peers=others)

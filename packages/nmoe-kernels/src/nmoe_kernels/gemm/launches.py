@@ -62,8 +62,9 @@ def launch_for(product: Product, inner: int, columns: int, device: torch.device)
 
     For the gradients of weights, C stands for the rows of the result.
     """
-    if product in FORCED:
-        return FORCED[product]
+    launch = FORCED.get(product)
+    if launch is not None:
+        return launch
     if device.type != "cuda":
         return CANDIDATES[product][0]
     return _tuned(device).get(entry(product, inner, columns), CANDIDATES[product][0])
@@ -71,14 +72,20 @@ def launch_for(product: Product, inner: int, columns: int, device: torch.device)
 
 @contextmanager
 def forced(product: Product, launch: Launch) -> Iterator[None]:
-    """Launches a product this way inside the context, whatever was tuned; to tune and to test."""
-    before = dict(FORCED)
+    """Launches a product this way inside the context, whatever was tuned; to tune and to test.
+
+    In all threads, since autograd runs a backward in one of its own; for a product, only one thread
+    at a time may be inside.
+    """
+    before = FORCED.get(product)
     FORCED[product] = launch
     try:
         yield
     finally:
-        FORCED.clear()
-        FORCED.update(before)
+        if before is None:
+            del FORCED[product]
+        else:
+            FORCED[product] = before
 
 
 def entry(product: Product, inner: int, columns: int) -> str:

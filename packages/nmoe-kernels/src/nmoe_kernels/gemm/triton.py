@@ -155,9 +155,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     x_TH, weights_TK, gate_up, down, _, *plan = inputs
     ctx.save_for_backward(x_TH, weights_TK, gate_up, down, output[1], *plan)
     ctx.mark_non_differentiable(output[1])
+    # Autograd would otherwise make a gradient of h, as large as h and all zeros, for the backward.
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_TH: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_TH: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_TH is None:
+        return (None,) * 12
     x_TH, weights_TK, gate_up, down, h, *plan = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:4])
     grad_TH = grad_TH.to(x_TH.dtype).contiguous()
@@ -173,9 +177,12 @@ def _differentiate(ctx: Any, grad_TH: Tensor, _: Tensor) -> tuple[Tensor | None,
 def _is_last_use(saved: Tensor) -> bool:
     """Whether autograd frees a saved tensor after this backward.
 
-    Not when the graph is kept, nor when a compiler traces with tensors of its own.
+    Not when the graph is kept or differentiated again, nor when a compiler traces with tensors of
+    its own.
     """
-    return type(saved) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph()
+    if torch.is_grad_enabled() or type(saved) is not Tensor:
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

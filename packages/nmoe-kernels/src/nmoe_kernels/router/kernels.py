@@ -74,7 +74,8 @@ def choose_kernel(
     choice = score_of(logits, top[None, :], total[None, :], SIGMOID)
     if BIASED:
         bias = tl.load(bias_ptr + expert, mask=(group < groups) & (place < group_size), other=0.0)
-        choice += bias[:, None]
+        # An expert whose bias is NaN comes last.
+        choice = tl.where(bias == bias, bias, float("-inf"))[:, None] + choice
     if LIMITED:
         grouped = tl.where(real, choice, float("-inf")).reshape(GROUPS_2, SIZE_2, BLOCK)
         is_open = best_groups(grouped, groups, group_size, SIGMOID, TOP_GROUPS)
@@ -99,7 +100,7 @@ def choose_kernel(
     weights = score_of(chosen, top[None, :], total[None, :], SIGMOID)
     if RENORMALISE:
         weights /= (tl.sum(tl.where(slot < SLOTS, weights, 0.0), axis=0) + TINY)[None, :]
-    at = token[None, :] * SLOTS + slot
+    at = token.to(tl.int64)[None, :] * SLOTS + slot
     tl.store(ids_ptr + at, ids.to(tl.int64), mask=taken)
     tl.store(weights_ptr + at, weights * scale, mask=taken)
     count = tl.sum((here & (order == TAKEN)).to(tl.int32), axis=1)
@@ -136,8 +137,7 @@ def first_greatest(order):
 
 @triton.jit
 def order_of(value):
-    """An int32 that orders as the fp32 value does; NaN as -inf, so that no row lacks a maximum."""
-    value = tl.where(value == value, value, float("-inf"))
+    """An int32 that orders as the fp32 value, which is not NaN, does."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -187,8 +187,9 @@ def logits_grad_kernel(
         scores = tl.where(real, score_of(logits, top[None, :], total[None, :], SIGMOID), 0.0)
         chosen = tl.zeros((ROWS, BLOCK), tl.int32)
         for k in range(SLOTS):
-            id_ = tl.load(ids_ptr + token * SLOTS + k, mask=exists, other=0)
-            upstream = tl.load(grad_weights_ptr + token * SLOTS + k, mask=exists, other=0.0)
+            place = token.to(tl.int64) * SLOTS + k
+            id_ = tl.load(ids_ptr + place, mask=exists, other=0)
+            upstream = tl.load(grad_weights_ptr + place, mask=exists, other=0.0)
             mine = row[:, None] == id_[None, :]
             grad = tl.where(mine, upstream[None, :], grad)
             chosen = tl.where(mine, 1, chosen)
@@ -209,7 +210,8 @@ def logits_grad_kernel(
     low = (grad - high.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, high, mask=here)
     tl.store(out_ptr + plane + at, low, mask=here)
-    tl.store(out_ptr + 2 * plane + at, high, mask=here)
+    # Not as 2 * plane, which may pass 2^31.
+    tl.store(out_ptr + plane + plane + at, high, mask=here)
 
 
 @triton.jit

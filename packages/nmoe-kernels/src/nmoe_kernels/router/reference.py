@@ -47,7 +47,9 @@ def choice_scores(scores_TE: Tensor, config: RouterConfig, bias_E: Tensor | None
     """
     choice_TE = scores_TE.detach()
     if bias_E is not None:
-        choice_TE = choice_TE + bias_E.detach()
+        # An expert whose bias is NaN comes last.
+        bias_E = bias_E.detach()
+        choice_TE = choice_TE + torch.where(bias_E.isnan(), -torch.inf, bias_E)
     if config.top_groups == config.groups:
         return choice_TE
     grouped_TGE = choice_TE.unflatten(-1, (config.groups, -1))

@@ -13,6 +13,7 @@ def main() -> None:
         st.Page(shell.PAGES / "runs.py", title="Runs", icon=":material/list:", default=True),
         st.Page(shell.PAGES / "run.py", title="Run", icon=":material/show_chart:"),
         st.Page(shell.PAGES / "router.py", title="Router", icon=":material/grid_on:"),
+        st.Page(shell.PAGES / "hydra.py", title="HYDRA", icon=":material/filter_alt:"),
         st.Page(shell.PAGES / "configuration.py", title="Configuration", icon=":material/tune:"),
         st.Page(shell.PAGES / "sql.py", title="SQL", icon=":material/database:"),
     ]

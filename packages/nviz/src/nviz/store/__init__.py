@@ -1,8 +1,9 @@
 """Finds run folders and reads their files, while a trainer may still be writing them."""
 
+from nviz.store.hydra import HydraFolder
 from nviz.store.run_data import RunData
 from nviz.store.runs import Run, RunIndex
 from nviz.store.summary import Summary
 from nviz.store.workspace import Workspace
 
-__all__ = ["Run", "RunData", "RunIndex", "Summary", "Workspace"]
+__all__ = ["HydraFolder", "Run", "RunData", "RunIndex", "Summary", "Workspace"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import duckdb
 
 from nviz.store.database import Database
+from nviz.store.hydra import HydraFolder, HydraIndex
 from nviz.store.run_data import RunData
 from nviz.store.runs import Run, RunIndex
 from nviz.store.summary import Summaries, Summary
@@ -31,6 +32,7 @@ class Workspace:
         """Raises VizError `E-RUNS-MISSING` if `root` is no readable folder."""
         self.root = root
         self._index = RunIndex(root)
+        self._hydra = HydraIndex(root)
         self._lock = threading.RLock()
         # Its own: reading all runs takes seconds, and the other pages go on meanwhile.
         self._snapshot_lock = threading.Lock()
@@ -53,6 +55,10 @@ class Workspace:
     def run(self, key: str) -> Run | None:
         """The run of that key, or None if there is none (any more)."""
         return self.runs().get(key)
+
+    def hydra(self) -> dict[str, HydraFolder]:
+        """Folders of the judge pipeline by key, the newest first."""
+        return self._hydra.refresh()
 
     def summary(self, run: Run) -> Summary:
         """What the list shows of `run`."""

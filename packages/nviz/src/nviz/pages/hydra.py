@@ -1,0 +1,280 @@
+"""The judge pipeline: labels, heads, filtered corpora and reports, through their files alone."""
+
+from typing import Any
+
+import duckdb
+import streamlit as st
+
+from nviz import formats, shell
+from nviz.charts import (
+    View,
+    acceptance_figure,
+    agreement_figure,
+    quality_figure,
+    score_figure,
+)
+from nviz.queries import hydra
+from nviz.queries.hydra import Agreement, Example
+from nviz.store import HydraFolder
+
+TITLES = {
+    "labels": "Labels",
+    "heads": "Heads",
+    "filter": "Filtered corpus",
+    "report": "Report",
+}
+LINE = "A judge grades a sample, small heads learn its grades, a corpus is filtered by them."
+START_HINT = "nmoe-data hydra label my-texts --model NAME --base-url URL --out runs/labels"
+NUMBERS = {"spearman": "Spearman", "pearson": "Pearson", "mae": "MAE", "f1_at_3": "F1 at 3"}
+BANDS = ("drop", "band", "keep")
+
+
+def empty() -> None:
+    """The page without any folder: what would be here, and how to make it."""
+    with st.container(border=True):
+        st.subheader("Nothing of HYDRA here yet", anchor=False)
+        st.write("Labels, heads, filtered corpora and reports appear here. Begin with labels:")
+        st.code(START_HINT, language="shell")
+        root = formats.escaped(str(shell.workspace().root))
+        st.caption(f"Looking in {root} and three levels below for what nmoe-data hydra writes.")
+
+
+def choose(found: dict[str, HydraFolder]) -> HydraFolder:
+    """The folder that the address or the reader names, else the newest."""
+    key = st.query_params.get("folder") or next(iter(found))
+    st.session_state["hydra_choice"] = key if key in found else None
+
+    def take() -> None:
+        st.query_params["folder"] = st.session_state["hydra_choice"]
+
+    st.selectbox(
+        "Folder",
+        list(found),
+        format_func=lambda item: f"{item} · {found[item].kind}" if item in found else item,
+        key="hydra_choice",
+        on_change=take,
+        placeholder="Choose a folder",
+        label_visibility="collapsed",
+    )
+    if key not in found:
+        st.warning(
+            f"There is no folder **{formats.escaped(key[:200])}** here (any more). "
+            "Choose another one above."
+        )
+        st.stop()
+    return found[key]
+
+
+def chart(figure: Any, key: str, alt: str) -> None:
+    """A figure in the house's way."""
+    st.plotly_chart(figure, key=key, config={"displaylogo": False}, alt=alt)
+
+
+def tiles(facts: dict[str, str]) -> None:
+    """Short facts side by side."""
+    for column, (label, value) in zip(st.columns(len(facts)), facts.items(), strict=True):
+        column.metric(label, value)
+
+
+def labels(item: HydraFolder, view: View) -> None:
+    """How many labels there are by status, and which scores were given."""
+    try:
+        states, scores = hydra.status_counts(item.folder), hydra.score_counts(item.folder)
+    except duckdb.Error:
+        st.info("No labels yet: labels.parquet is not there, or not whole.")
+        return
+    scored = sum(count for _, status, _, count in states if status == "scored")
+    total = sum(count for *_, count in states)
+    usage = item.content.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    tokens = hydra.known(usage.get("prompt_tokens")), hydra.known(usage.get("completion_tokens"))
+    tiles(
+        {
+            "Labels": formats.count(total),
+            "Scored": formats.count(scored),
+            "Tokens": formats.short(None if None in tokens else sum(filter(None, tokens))),
+            "Cost": formats.value(hydra.known(usage.get("cost"))),
+            "State": str(item.content.get("state", "–")),
+        }
+    )
+    left, right = st.columns([3, 2], gap="medium")
+    with left:
+        shell.section("Scores", "Share of each score by dimension. A judge that gives one score "
+                      "to all teaches nothing.")  # fmt: skip
+        chart(score_figure(scores, view), "scores", "Share of each score by dimension")
+    with right:
+        shell.section("Status", "Each failure under its own name; unscored is never a low score.")
+        st.dataframe(
+            formats.table(["model", "status", "detail", "labels"], states),
+            hide_index=True,
+            key="status",
+        )
+
+
+def acceptance(calibration: object, view: View) -> None:
+    """The acceptance curve, or that there is none."""
+    shell.section(
+        "Acceptance", "What keeping all documents from a quality on keeps, on held-out labels."
+    )
+    found = hydra.acceptance(calibration)
+    if found is None:
+        st.info("Not calibrated yet: run nmoe-data hydra calibrate.")
+        return
+    chart(acceptance_figure(found, view), "acceptance", "Acceptance by quality")
+
+
+def heads(item: HydraFolder, view: View) -> None:
+    """Encoder, sizes and thresholds."""
+    encoder = item.content.get("encoder")
+    documents = item.content.get("documents")
+    documents = documents if isinstance(documents, dict) else {}
+    judge = item.content.get("judge")
+    tiles(
+        {
+            "Encoder": str(encoder.get("spec", "–")) if isinstance(encoder, dict) else "–",
+            "Judge head": str(judge.get("kind", "–")) if isinstance(judge, dict) else "none",
+            **{
+                f"{split.capitalize()} documents": formats.count(hydra.number(count))
+                for split, count in documents.items()
+            },
+        }
+    )
+    acceptance(item.content.get("calibration"), view)
+
+
+def filtered(item: HydraFolder, view: View) -> None:
+    """What was kept, who decided, and what was dropped."""
+    counts = item.content.get("counts")
+    counts = counts if isinstance(counts, dict) else {}
+    documents, kept = hydra.number(counts.get("documents")), hydra.number(counts.get("kept"))
+    tiles(
+        {
+            "Documents": formats.count(documents),
+            "Kept": formats.count(kept),
+            "Share kept": formats.value(100 * kept / documents, 3) + " %" if documents else "–",
+            "State": "unfinished" if "state" in item.content else "finished",
+        }
+    )
+    decided = counts.get("decided")
+    left, right = st.columns([3, 2], gap="medium")
+    with left:
+        shell.section("Quality", "Documents by quality and decision; the lines are thresholds.")
+        quality(item, view)
+    with right:
+        shell.section("Decided by", "The probe, the judge head, the judge itself, or the band.")
+        rows = sorted(decided.items()) if isinstance(decided, dict) else []
+        st.dataframe(formats.table(["by", "documents"], rows), hide_index=True, key="decided")
+    examples(hydra.dropped_examples(item.folder), "A random sample of what was dropped.")
+
+
+def quality(item: HydraFolder, view: View) -> None:
+    """The distribution of quality in the parts that are whole."""
+    try:
+        found = hydra.quality_counts(item.folder)
+    except duckdb.Error:
+        st.info("No part is whole yet. The first one appears here by itself.")
+        return
+    used = item.content.get("heads")
+    calibration = used.get("calibration") if isinstance(used, dict) else None
+    marks = hydra.acceptance(calibration)
+    chart(
+        quality_figure(found, marks.thresholds if marks else {}, view),
+        "quality",
+        "Documents by quality and decision",
+    )
+
+
+def report(item: HydraFolder, view: View) -> None:
+    """Agreement with intervals, acceptance, examples by band."""
+    verdict = item.content.get("verdict")
+    if isinstance(verdict, dict):
+        show = st.success if verdict.get("verdict") == "agreement" else st.warning
+        words = (str(verdict.get(key, "")) for key in ("verdict", "sentence"))
+        show(formats.escaped(": ".join(words)))
+    found = hydra.agreements(item.content)
+    if found:
+        shell.section(
+            "Agreement",
+            "On the untouched test part, with 95 % intervals. Zero means nothing learned.",
+        )
+        chart(agreement_figure(found, view), "agreement", "Spearman's correlation by dimension")
+        st.dataframe(agreement_table(found), hide_index=True, key="agreement table")
+    acceptance(item.content.get("acceptance"), view)
+    examples(hydra.report_examples(item.content), "Documents of each band, with scores and text.")
+
+
+def agreement_table(found: list[Agreement]) -> Any:
+    """The numbers with their intervals in words."""
+    rows = [
+        [
+            item.head,
+            item.dimension,
+            item.documents,
+            *(interval(item.numbers.get(name)) for name in NUMBERS),
+            item.verdict,
+        ]
+        for item in found
+    ]
+    return formats.table(["head", "dimension", "documents", *NUMBERS.values(), "verdict"], rows)
+
+
+def interval(numbers: tuple[float, float, float] | None) -> str:
+    """A number and its interval, a dash for none."""
+    if numbers is None or numbers[0] != numbers[0]:
+        return "–"
+    value, low, high = (formats.value(number, 3) for number in numbers)
+    return f"{value} [{low}, {high}]"
+
+
+def examples(found: list[Example], line: str) -> None:
+    """Documents in folds, by band; their text is shown letter by letter."""
+    if not found:
+        return
+    shell.section("Examples", line)
+    order = {name: at for at, name in enumerate(BANDS)}
+    for example in sorted(found, key=lambda item: order.get(item.band, len(order))):
+        with st.expander(formats.escaped(f"{example.band}: {example.line}")):
+            scores = (f"{name} {value:.2f}" for name, value in example.scores.items())
+            st.caption(formats.escaped(", ".join(scores)))
+            st.code(example.text, language=None, wrap_lines=True)
+
+
+SHOWN = {"labels": labels, "heads": heads, "filter": filtered, "report": report}
+
+
+def draw() -> None:
+    """The chosen folder as of now."""
+    found = shell.workspace().hydra()
+    item = found.get(st.session_state.get("hydra_shown", ""))
+    if item is None:
+        st.warning("This folder is gone: it was moved or deleted while you looked at it.")
+        return
+    when = formats.moment(item.written_unix_s)
+    st.caption(
+        formats.escaped(f"{TITLES[item.kind]} · {item.key} · written {when:%Y-%m-%d %H:%M} UTC")
+        if when
+        else formats.escaped(f"{TITLES[item.kind]} · {item.key}")
+    )
+    if item.problem:
+        st.error(formats.escaped(item.problem))
+        return
+    SHOWN[item.kind](item, View(dark=shell.is_dark()))
+
+
+def page() -> None:
+    """The choice of a folder, and what it holds."""
+    found = shell.workspace().hydra()
+    left, right = st.columns([3, 1.4], vertical_alignment="bottom")
+    with left:
+        shell.header("HYDRA", LINE)
+    if not found:
+        empty()
+        return
+    with right:
+        item = choose(found)
+    st.session_state["hydra_shown"] = item.key
+    unfinished = "state" in item.content and item.content["state"] != "finished"
+    st.fragment(draw, run_every=shell.REFRESH_S if unfinished else None)()
+
+
+page()

@@ -1,0 +1,243 @@
+"""What the judge pipeline's folders say: scores, states, agreement, acceptance, examples.
+
+Tables are asked by DuckDB over the Parquet files themselves; JSON is picked apart with care, as its
+fields may be missing or of another type. Letters: D dimensions of the rubric, S scores 0 to 5, B
+bins of quality.
+"""
+
+import json
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+from numpy.typing import NDArray
+
+SCORES = 6
+BINS = 25
+LONGEST_SAMPLE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How often each score was given: `count_DS`, by dimension."""
+
+    dimensions: list[str]
+    count_DS: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Documents of a filtered corpus by quality: `count_B` per decision, `edge_B1` of the bins."""
+
+    edge_B1: NDArray[np.float64]
+    count_B: dict[str, NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What keeping all from a quality on keeps; thresholds by name. NaN where unknown."""
+
+    threshold: list[float]
+    curves: dict[str, list[float]]
+    thresholds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """One head and dimension: Spearman's correlation, its interval, and the other numbers."""
+
+    head: str
+    dimension: str
+    documents: int | None
+    numbers: dict[str, tuple[float, float, float]]
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A document shown: its band, one line about it, its text, scores by dimension."""
+
+    band: str
+    line: str
+    text: str
+    scores: dict[str, float]
+
+
+def status_counts(folder: Path) -> list[tuple[str, str, str, int]]:
+    """(model, status, detail, labels) of labels.parquet, the commonest first.
+
+    Raises duckdb.Error if the file is not there or no such table.
+    """
+    rows = _ask(
+        "SELECT model, status, detail, count(*) AS labels FROM read_parquet(?) "
+        "GROUP BY ALL ORDER BY labels DESC, model, status, detail",
+        folder / "labels.parquet",
+    )
+    return [
+        (str(model), str(status), str(detail or ""), int(n)) for model, status, detail, n in rows
+    ]
+
+
+def score_counts(folder: Path) -> Scores:
+    """Scores of labels.parquet; dimensions by the folder's rubric.
+
+    Raises duckdb.Error if the file is not there or no such table.
+    """
+    rows = _ask(
+        "SELECT place, score, count(*) FROM (SELECT unnest(scores) AS score, "
+        "generate_subscripts(scores, 1) AS place FROM read_parquet(?) WHERE scores IS NOT NULL) "
+        "GROUP BY ALL",
+        folder / "labels.parquet",
+    )
+    names = dimensions(folder)
+    width = max([len(names), *(int(at) for at, _, _ in rows)])
+    names = [names[i] if i < len(names) else f"dimension {i + 1}" for i in range(width)]
+    count_DS = np.zeros((width, SCORES), dtype=np.int64)
+    for at, score, count in rows:
+        if score is not None and 0 <= score < SCORES:
+            count_DS[at - 1, score] = count
+    return Scores(names, count_DS)
+
+
+def dimensions(folder: Path) -> list[str]:
+    """Names of the dimensions in rubric.toml, [] if it cannot be read."""
+    try:
+        content = tomllib.loads((folder / "rubric.toml").read_text())
+    except (OSError, ValueError):
+        return []
+    return [str(_mapping(item).get("name", "?")) for item in _list(content.get("dimensions"))]
+
+
+def quality_counts(folder: Path) -> Quality:
+    """Qualities in scores/*.parquet of a filtered corpus, in `BINS` bins from 0 to 1.
+
+    Raises duckdb.Error if there are none.
+    """
+    rows = _ask(
+        f"SELECT decision, least(floor(quality * {BINS}), {BINS - 1})::INT AS bin, count(*) "
+        "FROM read_parquet(?) WHERE isfinite(quality) GROUP BY ALL",
+        folder / "scores" / "*.parquet",
+    )
+    count_B: dict[str, NDArray[np.int64]] = {}
+    for decision, at, count in rows:
+        counts = count_B.setdefault(str(decision), np.zeros(BINS, dtype=np.int64))
+        counts[max(0, at)] += count
+    return Quality(np.linspace(0.0, 1.0, BINS + 1), count_B)
+
+
+def acceptance(calibration: object) -> Acceptance | None:
+    """The acceptance curve in head.json or report.json, None if there is none."""
+    found = _mapping(calibration)
+    points = [_mapping(point) for point in _list(found.get("curve"))]
+    marks = {"drop": number(found.get("tau_drop")), "keep": number(found.get("tau_keep"))}
+    thresholds = {name: value for name, value in marks.items() if math.isfinite(value)}
+    if not points and not thresholds:
+        return None
+    curves = {
+        label: [_first(point.get(key)) for point in points]
+        for label, key in (
+            ("share kept", "share"),
+            ("precision", "precision"),
+            ("recall", "recall"),
+        )
+    }
+    return Acceptance([number(point.get("threshold")) for point in points], curves, thresholds)
+
+
+def agreements(report: dict[str, Any]) -> list[Agreement]:
+    """The agreement table of report.json."""
+    found = []
+    for entry in map(_mapping, _list(report.get("agreement"))):
+        documents = entry.get("documents")
+        numbers = {name: _triple(value) for name, value in entry.items() if isinstance(value, dict)}
+        found.append(
+            Agreement(
+                head=str(entry.get("head", "?")),
+                dimension=str(entry.get("dimension", "?")),
+                documents=documents if isinstance(documents, int) else None,
+                numbers=numbers,
+                verdict=str(entry.get("verdict", "")),
+            )
+        )
+    return found
+
+
+def report_examples(report: dict[str, Any]) -> list[Example]:
+    """The examples of report.json, by band."""
+    return [
+        Example(
+            band=str(entry.get("band", "?")),
+            line=f"quality {number(entry.get('quality')):.2f}, by label "
+            f"{number(entry.get('label_quality')):.2f}; {entry.get('domain', '?')}",
+            text=str(entry.get("text", "")),
+            scores=_numbers(entry.get("scores")),
+        )
+        for entry in map(_mapping, _list(report.get("examples")))
+    ]
+
+
+def dropped_examples(folder: Path, most: int = 50) -> list[Example]:
+    """The first documents of dropped.jsonl; lines that are no records are passed over."""
+    try:
+        with (folder / "dropped.jsonl").open("rb") as file:
+            lines = file.read(LONGEST_SAMPLE_BYTES).splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines[:most]:
+        try:
+            entry = _mapping(json.loads(line))
+        except ValueError:
+            continue
+        quality = number(entry.get("quality"))
+        found.append(
+            Example(
+                band=f"dropped by {entry.get('decided_by', '?')}",
+                line=f"quality {quality:.2f}; {entry.get('source', '?')}",
+                text=str(entry.get("text", "")),
+                scores=_numbers(entry.get("scores")),
+            )
+        )
+    return found
+
+
+def number(value: object) -> float:
+    """A number of JSON, NaN for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else math.nan  # type: ignore[arg-type]  # told apart above
+
+
+def known(value: object) -> float | None:
+    """A finite number of JSON, None for anything else."""
+    found = number(value)
+    return found if math.isfinite(found) else None
+
+
+def _ask(sql: str, path: Path) -> list[tuple[Any, ...]]:
+    with duckdb.connect(":memory:") as connection:
+        return connection.execute(sql, [str(path)]).fetchall()
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _numbers(value: object) -> dict[str, float]:
+    return {str(name): number(item) for name, item in _mapping(value).items()}
+
+
+def _first(value: object) -> float:
+    return number(_list(value)[0]) if _list(value) else math.nan
+
+
+def _triple(value: object) -> tuple[float, float, float]:
+    found = _mapping(value)
+    return number(found.get("value")), number(found.get("low")), number(found.get("high"))
