@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import nmoe_data.prep.pipeline as pipeline
 import pytest
+from kills import die_before_call
 from nmoe_data.prep import prep
 
 
@@ -24,26 +23,6 @@ def folder(tmp_path: Path, make_texts, write_jsonl) -> Path:
     write_jsonl(tmp_path / "in" / "b.jsonl", make_texts(16, seed=1))
     (tmp_path / "in" / "c.txt").write_bytes(b"\0")
     return tmp_path
-
-
-def die_before_call(number: int) -> None:
-    """Let this process kill itself before the n-th call that makes a change durable or visible."""
-    left = number
-
-    def counted(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return inner(*arguments, **named)
-
-        return call
-
-    # A kill leaves what the kernel holds, so the disk itself need not be waited for.
-    os.fsync = counted(lambda descriptor: None)
-    for name in ("replace", "unlink", "mkdir", "touch"):
-        setattr(Path, name, counted(getattr(Path, name)))
 
 
 def start(folder: Path, kill_at: int, tokenizer: str = "bytes") -> int:

@@ -68,7 +68,7 @@ def test_part(labels: Labels) -> tuple[list[str], np.ndarray, list[str]]:
     )
 
 
-test_part.__test__ = False  # type: ignore[attr-defined]
+test_part.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it
 
 
 def probe_of(heads: Heads, texts: Sequence[str]) -> np.ndarray:

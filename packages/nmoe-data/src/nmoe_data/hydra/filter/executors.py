@@ -153,7 +153,7 @@ def serve(connection: Connection, job: Job, device: str) -> None:
             connection.send(worker.run(task))
     except BrokenPipeError:
         return
-    except Exception as error:
+    except Exception as error:  # whatever it is, the run that waits for it must hear
         with suppress(OSError):  # nobody is left to hear it
             connection.send(Failure(error))
 
