@@ -56,6 +56,24 @@ def test_interpreted_the_router_is_the_reference(
     assert max(found["errors"].values()) < 1e-6, found["errors"]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "experts", "slots", "width"),
+    [
+        (3, 9, 4, 24),  # more slots than an owner has experts, several blocks of the plan
+        (1, 4, 2, 16),  # one rank
+        (5, 20, 7, 33),  # a rank without a token, columns that are cut
+    ],
+)
+def test_interpreted_the_exchange_moves_and_sums_what_it_should(
+    ranks: int, experts: int, slots: int, width: int
+) -> None:
+    sizes = map(str, (ranks, experts, slots, width))
+    command = [sys.executable, str(SUPPORT / "interpreted_exchange.py"), *sizes]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert json.loads(result.stdout) == []
+
+
 @pytest.mark.slow
 def test_interpreted_the_backward_holds_one_pre_activation_and_spoils_nothing() -> None:
     command = [sys.executable, str(SUPPORT / "interpreted_backward.py")]

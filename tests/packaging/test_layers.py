@@ -29,10 +29,12 @@ NEED_TORCH = {
 ORDER = {
     "nmoe_kernels": [
         "errors",
-        "hardware",
+        "hardware tensors",
         "router",
         "grouping",
         "gemm",
+        "experts",
+        "rdep",
         "layer",
         "report bench compile_check",
         "cli",
@@ -63,7 +65,7 @@ ORDER = {
     ],
     "nmoe_train": [
         "errors randomness interrupt",
-        "config presets",
+        "config presets device",
         "model",
         "data",
         "optim parallel telemetry checkpoint eval",
@@ -76,11 +78,12 @@ ORDER = {
     ],
     "nviz": [
         "errors variables",
-        "formats",
+        "formats demo",
         "store",
-        "queries",
+        "alerts queries",
         "charts",
-        "shell",
+        "figures panels",
+        "shell export",
         "pages",
         "app",
         "cli",

@@ -24,7 +24,9 @@ def main(tokens: int, width: int, expert_width: int, experts: int, slots: int, d
     x, grad = torch.randn(tokens, width).half(), torch.randn(tokens, width).half()
     gate_up = (torch.randn(experts, 2 * expert_width, width) * width**-0.5).half()
     down = (torch.randn(experts, width, expert_width) * expert_width**-0.5).half()
-    given = (x, torch.rand(tokens, slots), gate_up, down)
+    # Transposed, as a view may be.
+    weights = torch.rand(slots, tokens).t()
+    given = (x, weights, gate_up, down)
 
     inputs = [tensor.detach().requires_grad_() for tensor in given]
     y = expert_mlp(inputs[0], ids, *inputs[1:])

@@ -141,6 +141,30 @@ def bench_moe(
     run_moe(options, backends, peers, first_call)
 
 
+@bench.command("rdep")
+def bench_rdep(
+    device: Device = "cuda",
+    shape: Shapes = None,
+    routing: Routings = "uniform",
+    dtype: Dtype = "bfloat16",
+    transport: Annotated[
+        str, typer.Option(help="p2p, nvshmem, collective, with commas, or all.")
+    ] = "all",
+    peers: Annotated[str, typer.Option(help="all_to_all, or none.")] = "all",
+    blocks: Annotated[
+        str, typer.Option(help="Multiprocessors that move rows, with commas.")
+    ] = "8,16,24,32,64,128",
+    repeats: Repeats = 20,
+    json_file: Json = None,
+    chart_file: Chart = None,
+) -> None:
+    """Dispatch and combine between the ranks of torchrun, beside all-to-all. Shape T,H,E,K."""
+    from nmoe_kernels.bench.exchange.command import Options, run_exchange
+
+    files = (json_file, chart_file)
+    run_exchange(Options(device, shape, routing, dtype, transport, peers, blocks, repeats, *files))
+
+
 @app.command()
 def tune(
     shape: Shapes = None,

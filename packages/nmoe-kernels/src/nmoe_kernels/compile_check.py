@@ -22,6 +22,10 @@ from nmoe_kernels.gemm import plan, tiles
 from nmoe_kernels.gemm.launches import CANDIDATES, Launch
 from nmoe_kernels.gemm.plan import TILE_ROWS, RowPlan
 from nmoe_kernels.gemm.products import CLEARED_ROWS
+from nmoe_kernels.rdep import kernels as rdep
+from nmoe_kernels.rdep.plan import PLANNED_TOKENS
+from nmoe_kernels.rdep.protocol import AREAS
+from nmoe_kernels.rdep.transports import p2p
 from nmoe_kernels.router import kernels as router
 from nmoe_kernels.router.triton import GRAD_COLUMNS, NARROW_GRAD, PARTS, WIDE_GRAD
 
@@ -29,7 +33,7 @@ GENERATIONS = {"sm_90a": 90, "sm_100a": 100}
 MATRIX_UNIT = {"sm_90a": r"wgmma\.mma_async", "sm_100a": r"tcgen05\.mma"}
 BULK_COPY = r"cp\.async\.bulk\.tensor"
 # How the sizes are called that are multiples of 16 in real layers.
-ROUND = ("width", "columns", "tokens", "plane", "piece")
+ROUND = ("width", "columns", "tokens", "plane", "piece", "_at")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ def kernels() -> Iterator[Kernel]:
     yield from _movers()
     yield from _plans()
     yield from _router()
+    yield from _exchange()
 
 
 def _products() -> Iterator[Kernel]:
@@ -265,6 +270,44 @@ def _router_scores(sigmoid: bool) -> Iterator[Kernel]:
         },
         {**choices, "BLOCK": 16, "FROM_WEIGHTS": True, "FROM_LOGITS": True, "ROWS": 128},
     )
+
+
+def _exchange() -> Iterator[Kernel]:
+    """The kernels that move rows between ranks."""
+    tile, block = p2p.TILE_BYTES // 8192, 4096
+    numbers = ("tokens", "width", "slots", "experts", "experts_local", "me", "ranks", "tokens_max")
+    offsets = ("rows_at", "ids_at", "weights_at", "values_at", "counts_at", "flags_at")
+    shared = {
+        **dict.fromkeys((*numbers, "blocks", "row_bytes", "area"), "i32"),
+        **dict.fromkeys((*offsets, "deadline_ns"), "i64"),
+        **dict.fromkeys(
+            ("bases_ptr", "epoch_ptr", "rows_ptr", "report_ptr", "wait_ns_ptr"), "*i64"
+        ),
+        **dict.fromkeys(("rows_sent_ptr", "bytes_sent_ptr", "assignments_ptr"), "*i64"),
+        **dict.fromkeys(("done_ptr", "failed_ptr", "slot_ptr", "ids_area_ptr"), "*i32"),
+        **dict.fromkeys(("weights_ptr", "weights_area_ptr", "values_ptr"), "*fp32"),
+        **dict.fromkeys(("x_ptr", "own_ptr", "area_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("own_values_ptr", "values_area_ptr"), "*fp32"),
+        "counts_area_ptr": "*i64",
+    }
+    planned = {"SLOTS": 8, "BLOCK": PLANNED_TOKENS}
+    ids = {"ids_ptr": "*i64", "counts_ptr": "*i32"}
+    yield Kernel("exchange, count", rdep.count_kernel, shared | ids, planned)
+    placed = {**planned, "BLOCKS": 64}
+    yield Kernel("exchange, place", rdep.place_kernel, shared | ids, placed)
+    for with_slots in (True, False):
+        more = f"rows{' and slots' if with_slots else ''}"
+        summed = {"WITH_SLOTS": with_slots, "SLOTS": 8, "BLOCK": 2048}
+        moved = summed | {"TILE": tile, "BLOCK": block}
+        warps = p2p.WARPS
+        yield Kernel(f"exchange, put of {more}", rdep.put_kernel, shared | ids, moved, warps=warps)
+        returned = shared | {"rows_ptr": "*bf16", "counts_ptr": "*i64"}
+        label = f"exchange, return of {more}"
+        yield Kernel(label, rdep.return_kernel, returned, moved, warps=warps)
+        yield Kernel(f"exchange, sum of {more}", rdep.sum_kernel, shared, summed)
+    yield Kernel("exchange, wait", rdep.meet_kernel, shared, {"AREAS": AREAS}, warps=1)
+    opened = shared | {"ids_ptr": "*i32", "counts_ptr": "*i64"}
+    yield Kernel("exchange, open", rdep.open_kernel, opened, {"SLOTS": 8, "TILE": 128})
 
 
 def check(kernel: Kernel, generation: str) -> Finding:

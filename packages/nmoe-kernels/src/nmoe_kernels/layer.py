@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from nmoe_kernels.errors import KernelError
-from nmoe_kernels.gemm import reference as reference_gemm
-from nmoe_kernels.gemm import torch as torch_gemm
-from nmoe_kernels.grouping import group_rows
+from nmoe_kernels.experts import run_experts
 from nmoe_kernels.hardware import pick_backend
+from nmoe_kernels.rdep import ExpertParallel, expert_parallel_moe
 from nmoe_kernels.router import RouterConfig, Routing, route
 
 
@@ -43,21 +42,9 @@ def moe(
     experts = gate_up.shape[0]
     # Grouped as dropped, a bad row costs neither arithmetic nor a cleaned copy of x.
     ids_TK = torch.where(routing.valid_T[:, None], routing.ids_TK, experts)
-    with torch.autocast(x_TH.device.type, enabled=False):
-        weights = (routing.weights_TK, gate_up.to(x_TH.dtype), down.to(x_TH.dtype))
-        if name == "triton":
-            return _triton_expert_mlp(x_TH, ids_TK, *weights, recompute)
-        grouping = group_rows(ids_TK, experts)
-        if name == "reference":
-            return reference_gemm.expert_mlp(x_TH, grouping, *weights)
-        return torch_gemm.expert_mlp(x_TH, grouping, *weights, recompute)
-
-
-def _triton_expert_mlp(*arguments: Any) -> Tensor:
-    # Imported when picked: Triton is not installed everywhere.
-    from nmoe_kernels.gemm.triton import expert_mlp
-
-    return expert_mlp(*arguments)
+    return run_experts(
+        x_TH, ids_TK, routing.weights_TK, gate_up, down, backend=name, recompute=recompute
+    )
 
 
 class Router(nn.Module):
@@ -94,8 +81,9 @@ class MoE(nn.Module):
     """A layer of E SwiGLU experts behind a router.
 
     Parameters `router.weight` fp32 [E, H], `gate_up` [E, 2*I, H], `down` [E, H, I]; buffer
-    `router.bias` fp32 [E]. Memory is left as it was allocated, but for the bias: call
-    `reset_parameters`, or fill it.
+    `router.bias` fp32 [E]. With `expert_parallel`, gate_up and down hold this rank's E_l experts
+    only, in order, and every rank of the group runs the layer together; `name` is what errors call
+    it. Memory is left as it was allocated, but for the bias: call `reset_parameters`, or fill it.
     """
 
     def __init__(
@@ -108,13 +96,17 @@ class MoE(nn.Module):
         recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        expert_parallel: ExpertParallel | None = None,
+        name: str = "",
     ) -> None:
         super().__init__()
         self.backend, self.recompute = backend, recompute
+        self.expert_parallel, self.name = expert_parallel, name
         self.router = Router(width, router, device)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate_up = nn.Parameter(torch.empty(router.experts, 2 * expert_width, width, **options))
-        self.down = nn.Parameter(torch.empty(router.experts, width, expert_width, **options))
+        experts = router.experts if expert_parallel is None else expert_parallel.experts_local
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * expert_width, width, **options))
+        self.down = nn.Parameter(torch.empty(experts, width, expert_width, **options))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws each weight from a normal of standard deviation 1 / sqrt(inputs); bias 0."""
@@ -127,9 +119,15 @@ class MoE(nn.Module):
         """x [..., H] -> (y [..., H], the routing of its tokens in order)."""
         x_TH = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TH, self.backend)
-        y_TH = moe(
-            x_TH, routing, self.gate_up, self.down, backend=self.backend, recompute=self.recompute
-        )
+        options: dict[str, Any] = {"backend": self.backend, "recompute": self.recompute}
+        group = self.expert_parallel
+        if group is None:
+            y_TH = moe(x_TH, routing, self.gate_up, self.down, **options)
+        else:
+            routing = group.limit(routing, self.router.config, self.router.bias)
+            y_TH = expert_parallel_moe(
+                x_TH, routing, self.gate_up, self.down, group, name=self.name, **options
+            )
         return y_TH.reshape(x.shape), routing
 
 

@@ -82,21 +82,26 @@ def as_chart(title: str, rows: Sequence[Measurement]) -> str:
         for name, times in row.times.items():
             group = groups.setdefault(f"{row.shape} {row.routing}: {name}", [])
             group.append((row.contender, times.ms))
-    names = list(dict.fromkeys(row.contender for row in rows))
+    return bars(f"{title}, ms", groups)
+
+
+def bars(title: str, groups: Mapping[str, Sequence[tuple[str, float]]]) -> str:
+    """Horizontal bars of named values, in groups of one scale each, as SVG."""
+    names = list(dict.fromkeys(name for group in groups.values() for name, _ in group))
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
-    parts, y = [_text(0, FONT, f"{title}, ms")], 2 * BAR_HEIGHT
-    for label, bars in groups.items():
+    parts, y = [_text(0, FONT, title)], 2 * BAR_HEIGHT
+    for label, group in groups.items():
         parts.append(_text(0, y + FONT, label))
         y += BAR_HEIGHT
-        longest = max(ms for _, ms in bars)
-        for name, ms in bars:
-            width = BAR_WIDTH * ms / longest
+        longest = max(value for _, value in group)
+        for name, value in group:
+            width = BAR_WIDTH * value / longest
             parts.append(_text(8, y + FONT, name))
             parts.append(
                 f'<rect x="{LABEL_WIDTH}" y="{y + 2}" width="{width:.1f}" '
                 f'height="{BAR_HEIGHT - 4}" fill="{colours[name]}"/>'
             )
-            parts.append(_text(LABEL_WIDTH + width + 6, y + FONT, f"{ms:.3f}"))
+            parts.append(_text(LABEL_WIDTH + width + 6, y + FONT, f"{value:.3f}"))
             y += BAR_HEIGHT
         y += BAR_HEIGHT // 2
     size = f'width="{LABEL_WIDTH + BAR_WIDTH + 80}" height="{y}"'

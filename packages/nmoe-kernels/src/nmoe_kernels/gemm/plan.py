@@ -38,21 +38,25 @@ class RowPlan(NamedTuple):
     tiles: Tensor
 
 
-def plan_rows(ids_TK: Tensor, experts: int) -> RowPlan:
-    """Plans the rows of [T, K] expert ids on their device; ids outside [0, E) get no row."""
-    return RowPlan(*_plan_rows(ids_TK, experts))
+def plan_rows(ids_TK: Tensor, experts: int, assignments: int | None = None) -> RowPlan:
+    """Plans the rows of [T, K] expert ids on their device; ids outside [0, E) get no row.
+
+    assignments: a bound of the ids in [0, E) where they are fewer than T * K, which bounds P.
+    """
+    most = ids_TK.numel() if assignments is None else min(assignments, ids_TK.numel())
+    return RowPlan(*_plan_rows(ids_TK, experts, most))
 
 
 # An operator of torch, so that torch.compile takes it whole.
 @torch.library.custom_op("nmoe_kernels::plan_rows", mutates_args=())
 def _plan_rows(
-    ids_TK: Tensor, experts: int
+    ids_TK: Tensor, experts: int, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     assignments, slots = ids_TK.numel(), ids_TK.shape[1]
     padded_experts = triton.next_power_of_2(experts)
     block = max(16, min(128, COUNTED // padded_experts))
     blocks = triton.cdiv(assignments, block)
-    plan = _empty_plan(ids_TK, experts)
+    plan = _empty_plan(ids_TK, experts, most)
     counts = plan.tiles.new_empty(max(blocks, 1), padded_experts)
     totals = plan.tiles.new_empty(padded_experts)
     ids = ids_TK.contiguous()
@@ -67,9 +71,9 @@ def _plan_rows(
 
 
 @_plan_rows.register_fake
-def _empty_plan(ids_TK: Tensor, experts: int) -> RowPlan:
+def _empty_plan(ids_TK: Tensor, experts: int, most: int) -> RowPlan:
     """A plan of the right shapes with nothing in it."""
-    tiles = ids_TK.numel() // TILE_ROWS + experts
+    tiles = most // TILE_ROWS + experts
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids_TK.device)

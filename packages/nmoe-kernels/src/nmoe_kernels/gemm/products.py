@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nmoe_kernels.gemm import tiles as kernels
 from nmoe_kernels.gemm.launches import Product, launch_for
 from nmoe_kernels.gemm.plan import TILE_ROWS, RowPlan
+from nmoe_kernels.tensors import aligned
 
 CLEARED_ROWS = 8
 
@@ -23,7 +24,7 @@ def up(x_TH: Tensor, gate_up: Tensor, plan: RowPlan, keep_h: bool) -> tuple[Tens
     launch = launch_for("up", width, double, x_TH.device)
     columns = launch.columns // 2
     h, a = x_TH.new_empty(rows if keep_h else 0, double), x_TH.new_empty(rows, expert_width)
-    weight = _aligned(gate_up).view(experts, 2, expert_width, width)
+    weight = aligned(gate_up).view(experts, 2, expert_width, width)
     h_block = [TILE_ROWS, 1, columns]
     programs = _programs(x_TH)
     kernels.up_kernel[(programs,)](
@@ -60,7 +61,7 @@ def rows_times_weight(
     programs = _programs(rows)
     kernels.rows_kernel[(programs,)](
         TensorDescriptor.from_tensor(rows, [TILE_ROWS, inner]),
-        TensorDescriptor.from_tensor(_aligned(weight), block),
+        TensorDescriptor.from_tensor(aligned(weight), block),
         TensorDescriptor.from_tensor(out, [TILE_ROWS, columns // 2 if launch.halves else columns]),
         plan.tile_expert_N,
         plan.tiles,
@@ -117,7 +118,7 @@ def swiglu_backward(
     kernels.swiglu_backward_kernel[(h.shape[0],)](
         h,
         grad_a,
-        weights_TK.contiguous(),
+        weights_TK,
         plan.flat_P,
         grad_h,
         grad_weights,
@@ -139,7 +140,7 @@ def sum_slots(rows: Tensor, plan: RowPlan, weights_TK: Tensor | None = None) -> 
         kernels.sum_slots_kernel[(tokens, triton.cdiv(rows.shape[1], block))](
             rows,
             plan.inverse_TK,
-            rows if weights_TK is None else weights_TK.contiguous(),
+            rows if weights_TK is None else weights_TK,
             out,
             rows.shape[1],
             SLOTS=slots,
@@ -171,11 +172,6 @@ def scatter(x_TH: Tensor, plan: RowPlan, out: Tensor) -> None:
         BLOCK=block,
         num_warps=4,
     )
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor where the copy engine can read it: a view may start off the 16 bytes it needs."""
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _programs(tensor: Tensor) -> int:

@@ -28,15 +28,17 @@ def expert_mlp(
     gate_up: Tensor,
     down: Tensor,
     recompute: bool = False,
+    assignments: int | None = None,
 ) -> Tensor:
     """The MoE output [T, H] in the dtype of x; arguments as for `nmoe_kernels.layer.moe`.
 
-    A slot whose id is not in [0, E) adds nothing.
+    A slot whose id is not in [0, E) adds nothing. assignments: a bound of the other slots, where
+    they are fewer than T * K.
     """
     width = x_TH.shape[1]
     x_TH, gate_up, down = pad_widths(x_TH, gate_up, down)
-    plan = plan_rows(ids_TK, gate_up.shape[0])
-    parts = (x_TH.contiguous(), weights_TK.float(), gate_up.contiguous(), down.contiguous())
+    plan = plan_rows(ids_TK, gate_up.shape[0], assignments)
+    parts = [part.contiguous() for part in (x_TH, weights_TK.float(), gate_up, down)]
     differentiated = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     y_TH, _ = _forward(*parts, differentiated and not recompute, *plan)
     return y_TH[:, :width]

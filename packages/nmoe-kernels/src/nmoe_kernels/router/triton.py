@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nmoe_kernels.router import kernels
 from nmoe_kernels.router.config import RouterConfig, Routing
+from nmoe_kernels.tensors import aligned
 
 PARTS = 2
 # Elements of the [experts, tokens] tile that the four warps of a program hold in registers.
@@ -88,7 +89,7 @@ def _route(
     if not tokens:
         return outputs
     parts = _split(weight_EH, 1, x_TH.dtype)
-    products = _multiply(parts.flatten(0, 1), x_TH.t(), torch.float32)
+    products = _multiply(parts.flatten(0, 1), aligned(x_TH).t(), torch.float32)
     size_2, groups_2 = (triton.next_power_of_2(n) for n in (experts // groups, groups))
     block = max(1, CHOICE_ELEMENTS // (size_2 * groups_2))
     kernels.choose_kernel[(triton.cdiv(tokens, block),)](

@@ -1,0 +1,1 @@
+"""`nmoe-kernels bench rdep`: dispatch and combine by transport, beside all-to-all, by torchrun."""
