@@ -19,7 +19,7 @@ from nmoe_train.config.load import parse_config
 from nmoe_train.data import TrainingData, prepare
 from nmoe_train.loop import Observer, Outcome, train
 from nmoe_train.model import Transformer, initialise
-from nmoe_train.parallel import Layout
+from nmoe_train.parallel.groups import ALONE
 from safetensors.torch import load_file
 
 VOCABULARY = 257
@@ -184,7 +184,7 @@ def run(data: TrainingData) -> Callable[..., Outcome]:
         observer = Observer()
         if after_step is not None:
             observer.step = after_step  # type: ignore[method-assign]  # an observer of one hook
-        return train(config, data, Layout(), observer, **options)
+        return train(config, data, ALONE, observer, **options)
 
     return start
 

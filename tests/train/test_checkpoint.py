@@ -15,21 +15,23 @@ from nmoe_train.checkpoint import (
     complete_checkpoints,
     gather_state,
     newest_sound_checkpoint,
+    owned_state,
     restore_state,
     write_checkpoint,
 )
 from nmoe_train.config import Config
-from nmoe_train.data import TrainingData
+from nmoe_train.data import TrainingData, to_step
 from nmoe_train.errors import TrainError
 from nmoe_train.model import Transformer
 from nmoe_train.model.moe_block import router_bias
 from nmoe_train.optim import build_optimizer
+from nmoe_train.parallel import Layout
 from nmoe_train.step import train_step
 from nmoe_train.telemetry.timers import StageTimer
 from safetensors.torch import load_file
 from torch import Tensor
 
-META = {"tokens": 128, "updates": 2, "fields": {}}
+META: dict[str, Any] = {"tokens": 128, "updates": 2, "fields": {}}
 State = dict[str, Tensor]
 Pair = tuple[Transformer, torch.optim.Optimizer]
 
@@ -61,7 +63,8 @@ def trained(
         loader = Loader(data.train, seq_len=16, seed=0)
         for step in range(steps):
             timer = StageTimer(torch.device("cpu"))
-            train_step(model, optimizer, loader.batch(step, 4), config, (step + 1) * 64, timer)
+            share = to_step(loader.batch(step, 4))
+            train_step(model, optimizer, share, config, (step + 1) * 64, timer)
         return model, optimizer
 
     return make
@@ -106,6 +109,33 @@ def test_tensors_are_named_by_meaning_and_single_experts(trained: Callable[..., 
     weights = sum(parameter.numel() for parameter in model.parameters())
     biases = sum(buffer.numel() for buffer in model.buffers())
     assert held == 3 * weights + biases
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (4, 1), (4, 2), (4, 4), (2, 2)])
+def test_of_what_several_ranks_hold_one_writes_it(
+    trained: Callable[..., Pair], dp: int, ep: int
+) -> None:
+    whole = gather_state(*trained())
+    written: list[str] = []
+    for rank in range(dp):
+        layout = Layout(dp=dp, ep=ep, rank=rank)
+        elsewhere = set(range(4)) - set(layout.local_experts(4))
+        parts = tuple(f".experts.{expert}." for expert in elsewhere)
+        held = {name: t for name, t in whole.items() if not any(p in name for p in parts)}
+        written += owned_state(held, layout)
+    assert sorted(written) == sorted(whole)
+
+
+def test_only_the_tensors_asked_for_are_read(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    checkpoint, _ = newest_sound_checkpoint(tmp_path)
+    assert checkpoint is not None
+    tensors = checkpoint.tensors()
+    assert sorted(tensors) == ["model.a", "model.b"]
+    (tmp_path / "step-00000002" / "rank-00000.safetensors").unlink()
+    assert len(tensors) == 2, "the names stand in meta.json"
+    with pytest.raises(FileNotFoundError):
+        tensors["model.a"]
 
 
 def test_the_router_bias_is_saved_as_it_is(trained: Callable[..., Pair], tmp_path: Path) -> None:

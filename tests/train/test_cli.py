@@ -99,7 +99,7 @@ def test_a_valid_configuration_says_what_it_asks_for(file: Write) -> None:
     [
         (["--set", "train.stepz=1"], "E-CONFIG"),
         (["--set", "train.steps"], "E-CONFIG-SET"),
-        (["--set", "parallel.dp=2"], "E-LAYOUT"),
+        (["--set", "parallel.ep=3"], "E-LAYOUT"),
     ],
 )
 def test_validate_reports_in_one_line(
@@ -231,6 +231,6 @@ def test_an_interrupt_outside_training_is_one_line(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nmoe_train.parallel.current_layout", interrupted)
+    monkeypatch.setattr("nmoe_train.parallel.check_layout", interrupted)
     exit_code, out, err = call("validate", file())
     assert (exit_code, out, err) == (130, "", "interrupted\n")

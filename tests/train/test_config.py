@@ -1,5 +1,6 @@
 """A configuration is checked whole, and whatever is wrong is one line with a path and a remedy."""
 
+import dataclasses
 import re
 import tomllib
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nmoe_kernels.rdep import Settings
 from nmoe_train.config import Config, describe_schema, load_config
 from nmoe_train.config.fingerprint import fingerprint, result_fields
 from nmoe_train.config.load import parse_config
@@ -275,6 +277,11 @@ SAME_RESULT = [
     ("checkpoint.every", 7),
     ("eval.every", 3),
     ("telemetry.seal_every", 5),
+    ("parallel.dp", 2),
+    ("parallel.ep", 2),
+    ("parallel.rdep.transport", "collective"),
+    ("parallel.rdep.deadline_s", 5.0),
+    ("parallel.rdep.overflow", "drop"),
 ]
 OTHER_RESULT = [
     ("run.seed", 1),
@@ -287,6 +294,7 @@ OTHER_RESULT = [
     ("optimizer.lr", 1.0),
     ("schedule.floor", 0.5),
     ("precision.dtype", "bf16"),
+    ("parallel.rdep.capacity", 1.5),
 ]
 
 
@@ -298,14 +306,35 @@ def test_the_fingerprint_moves_with_what_changes_the_result_and_nothing_else(
     file: Path, path: str, value: Any, same: bool
 ) -> None:
     def of(config: Config) -> str:
-        return fingerprint(result_fields(config, "data"))
+        return fingerprint(result_fields(config, "data", {"dp": 2}))
 
     text = f'"{value}"' if isinstance(value, str) else value
     assert (of(load(file)) == of(load(file, f"{path}={text}"))) is same
 
 
+def test_the_layout_is_part_of_the_fingerprint_where_a_rank_may_send_only_so_much(
+    file: Path,
+) -> None:
+    def of(*sets: str, dp: int) -> str:
+        return fingerprint(result_fields(load(file, *sets), "data", {"dp": dp}))
+
+    assert of(dp=1) == of(dp=2)
+    bounded = "parallel.rdep.capacity=1.5"
+    assert of(bounded, dp=1) != of(bounded, dp=2)
+
+
+def test_the_settings_of_rdep_are_those_of_the_kernels(file: Path) -> None:
+    rdep = load(file, "parallel.rdep.capacity=2", "parallel.rdep.keep=fetch").parallel.rdep
+    settings = Settings(**rdep.model_dump())
+    assert (settings.capacity, settings.keep) == (2.0, "fetch")
+    names = {field.name for field in dataclasses.fields(Settings)}
+    assert names == {path.split(".")[2] for path, *_ in describe_schema() if ".rdep." in path}
+    text = str(failure(file, "parallel.rdep.capacity=most"))
+    assert " parallel.rdep.capacity" in text
+
+
 def test_the_fingerprint_moves_with_the_data(file: Path) -> None:
-    fields = [result_fields(load(file), data) for data in ("one", "two")]
+    fields = [result_fields(load(file), data, {}) for data in ("one", "two")]
     assert fingerprint(fields[0]) != fingerprint(fields[1])
 
 

@@ -1,4 +1,4 @@
-"""Small parts: named random numbers, the layout, the device, and what a person sees."""
+"""Small parts: named random numbers, the device, and what a person sees."""
 
 import io
 import os
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from nmoe_data.prep import PrepProgress
-from nmoe_train.config import Config, ParallelConfig
+from nmoe_train.config import Config
 from nmoe_train.console import ConsoleObserver
+from nmoe_train.device import pick_device
 from nmoe_train.errors import TrainError
-from nmoe_train.loop import Outcome, pick_device
-from nmoe_train.parallel import Layout, current_layout
+from nmoe_train.loop import Outcome
 from nmoe_train.randomness import generator, random_key
 from rich.console import Console
 
@@ -37,34 +37,6 @@ def test_keys_do_not_change_between_versions() -> None:
     assert random_key(0, "init", "embedding.weight") == 0x119D979F73EC3066
 
 
-@pytest.mark.parametrize("name", ["dp", "tp", "pp", "ep"])
-def test_a_layout_that_is_not_there_yet_is_refused(name: str) -> None:
-    with pytest.raises(TrainError, match=f"{name}=2") as caught:
-        current_layout(ParallelConfig(**{name: 2}), {})
-    assert caught.value.code == "E-LAYOUT"
-
-
-def test_more_processes_than_the_layout_has_are_refused() -> None:
-    with pytest.raises(TrainError, match="2 processes were started") as caught:
-        current_layout(ParallelConfig(), {"WORLD_SIZE": "2", "RANK": "1"})
-    assert caught.value.code == "E-LAYOUT"
-    assert current_layout(ParallelConfig(), {}) == Layout()
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-@pytest.mark.parametrize("value", ["one", "", "-1", "1.0"])
-def test_a_rank_that_is_no_number_is_refused_and_named(name: str, value: str) -> None:
-    with pytest.raises(TrainError, match=f"{name} is {value!r}") as caught:
-        current_layout(ParallelConfig(), {name: value})
-    assert caught.value.code == "E-LAYOUT"
-
-
-def test_a_data_rank_counts_replicas() -> None:
-    ranks = [Layout(dp=2, tp=2, pp=1, rank=rank).data_rank for rank in range(4)]
-    assert ranks == [0, 0, 1, 1]
-    assert Layout(dp=2, tp=3, pp=4, ep=6).ranks == 24
-
-
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("auto", "cpu"):
@@ -72,6 +44,21 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(TrainError) as caught:
         pick_device("cuda", deterministic=True)
     assert caught.value.code == "E-DEVICE"
+
+
+def test_each_process_of_a_host_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    device = pick_device("auto", deterministic=False, local_rank=3, local_ranks=4)
+    assert (device, taken) == (torch.device("cuda", 3), [3])
+    for rank in (0, 4):
+        with pytest.raises(TrainError, match="5 processes were started on a host with 4") as caught:
+            pick_device("cuda", deterministic=False, local_rank=rank, local_ranks=5)
+        assert caught.value.code == "E-DEVICE", "the same decision on every rank"
+    on_cpu = pick_device("cpu", deterministic=True, local_rank=4, local_ranks=5)
+    assert on_cpu == torch.device("cpu")
 
 
 @pytest.mark.parametrize("wanted", [True, False])

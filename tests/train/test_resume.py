@@ -322,13 +322,13 @@ def test_another_number_of_steps_is_a_warning_about_shares_of_the_run(
     tiny: Tiny, data: Any
 ) -> None:
     from nmoe_train.loop import Observer, train
-    from nmoe_train.parallel import Layout
+    from nmoe_train.parallel.groups import ALONE
 
     def messages(config: Config) -> list[str]:
         observer = Observer()
         heard: list[str] = []
         observer.message = heard.append  # type: ignore[method-assign]  # an observer of one hook
-        train(config, data, Layout(), observer)
+        train(config, data, ALONE, observer)
         return heard
 
     assert messages(tiny(**{"train.steps": 3})) == []
@@ -377,12 +377,12 @@ def test_other_data_is_another_run(tiny: Tiny, run: Run, tmp_path: Path, data: A
     import dataclasses
 
     from nmoe_train.loop import Observer, train
-    from nmoe_train.parallel import Layout
+    from nmoe_train.parallel.groups import ALONE
 
     run(tiny(**{"train.steps": 2}))
     other = dataclasses.replace(data, fingerprint="other")
     with pytest.raises(TrainError, match=r"data \S+ -> other"):
-        train(tiny(), other, Layout(), Observer())
+        train(tiny(), other, ALONE, Observer())
 
 
 def test_a_damaged_newest_checkpoint_is_reported_and_the_run_still_ends_the_same(

@@ -12,7 +12,7 @@ from nmoe_data.errors import DataError
 from nmoe_train.config import Config
 from nmoe_train.errors import TrainError
 from nmoe_train.loop import Outcome
-from nmoe_train.telemetry import MetricsWriter
+from nmoe_train.telemetry import MetricsWriter, RunFolder
 
 Tiny = Callable[..., Config]
 Run = Callable[..., Outcome]
@@ -28,6 +28,23 @@ def crash_after(step: int) -> Callable[[dict[str, Any]], None]:
             raise Crash
 
     return hook
+
+
+def test_a_rank_that_does_not_hold_the_folder_only_writes_its_metrics(tmp_path: Path) -> None:
+    holder = RunFolder(tmp_path)
+    follower = RunFolder(tmp_path, dict(holder.record), holds=False)
+    follower.begin(0, steps=3)
+    follower.progress(1)
+    follower.event("fault", step=1)
+    follower.end("completed")
+    assert list(tmp_path.iterdir()) == []
+    holder.begin(0, steps=3)
+    assert follower.attempt == holder.attempt == 1
+    for rank, folder in enumerate((holder, follower)):
+        writer = MetricsWriter(folder.metrics, folder.attempt, rank, seal_every=10)
+        writer.step({"step": 1}, {"step": 1, "load": [[4]]})
+    names = sorted(path.name for path in (tmp_path / "metrics").iterdir())
+    assert names == ["1-0-experts.jsonl", "1-0.jsonl", "1-1.jsonl"]
 
 
 def test_without_run_json_no_attempt_writes_over_an_earlier_one(tiny: Tiny, run: Run) -> None:

@@ -41,11 +41,11 @@ class Training:
         return self.loader.batch(step, self.config.train.batch_size)
 
     def step(self, number: int | None = None) -> StepResult:
-        batch = self.batch(self.done if number is None else number)
+        share = to_step(self.batch(self.done if number is None else number))
         self.done += 1
         tokens = self.done * self.config.tokens_per_step
         timer = StageTimer(CPU)
-        return train_step(self.model, self.optimizer, batch, self.config, tokens, timer)
+        return train_step(self.model, self.optimizer, share, self.config, tokens, timer)
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}

@@ -16,7 +16,7 @@ from nmoe_data.loader import Loader
 from nmoe_data.stats import unigram_loss
 from nmoe_kernels import pick_backend
 from nmoe_train.config import Config
-from nmoe_train.data import TrainingData
+from nmoe_train.data import TrainingData, to_step
 from nmoe_train.loop import Outcome
 from nmoe_train.model import Transformer
 from nmoe_train.optim import build_optimizer
@@ -231,10 +231,10 @@ def test_expert_loads_sum_over_micro_batches(tiny: Tiny, run: Run, rows: Rows) -
 def one_step(
     config: Config, model: Transformer, data: TrainingData
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    batch = Loader(data.train, seq_len=16, seed=0).batch(0, 4)
+    share = to_step(Loader(data.train, seq_len=16, seed=0).batch(0, 4))
     timer = StageTimer(torch.device("cpu"))
     optimizer = build_optimizer(model, config.optimizer)
-    return step_record(train_step(model, optimizer, batch, config, 64, timer), model)
+    return step_record(train_step(model, optimizer, share, config, 64, timer), model)
 
 
 def test_a_router_that_favours_one_expert_shows(

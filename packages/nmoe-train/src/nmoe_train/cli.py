@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+USER_ERROR = 2
 INTERRUPTED = tuple(128 + number for number in SIGNALS)
 
 Sets = Annotated[
@@ -86,7 +87,7 @@ def validate(
 ) -> None:
     """Check a configuration without running it, or list every key."""
     from nmoe_train.config import describe_schema, load_config
-    from nmoe_train.parallel import current_layout
+    from nmoe_train.parallel import check_layout
 
     if schema:
         for path, kind, default, meaning in describe_schema():
@@ -95,7 +96,7 @@ def validate(
     if config is None:
         raise typer.BadParameter("give a configuration file, or --schema")
     checked = load_config(config, sets or [])
-    current_layout(checked.parallel)
+    check_layout(checked)
     typer.echo(
         f"{config} is valid: {checked.train.steps} steps of {checked.tokens_per_step:,} tokens"
     )
@@ -120,9 +121,11 @@ def doctor() -> None:
 
 def _train(config: Path, sets: list[str], *, allow_changes: bool) -> None:
     from nmoe_train.config import load_config
+    from nmoe_train.parallel import current_layout
 
     # Before the imports that bring torch: a mistake in the configuration shows at once.
     checked = load_config(config, sets)
+    layout = current_layout(checked)
 
     # Threads that wait by spinning starve each other wherever the cores are shared; a short spin
     # costs nothing on an idle machine. The OpenMP library reads it when torch is loaded.
@@ -131,16 +134,34 @@ def _train(config: Path, sets: list[str], *, allow_changes: bool) -> None:
     from rich.console import Console
 
     from nmoe_train.console import ConsoleObserver
+    from nmoe_train.device import pick_device
+    from nmoe_train.parallel.groups import open_groups
     from nmoe_train.run import run_config
 
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for package in ("nmoe_train", "nmoe_data", "nmoe_kernels"):
-        logging.getLogger(package).setLevel(logging.INFO)
+        level = logging.INFO if layout.rank == 0 else logging.WARNING
+        logging.getLogger(package).setLevel(level)
+    device = pick_device(
+        checked.run.device,
+        deterministic=checked.run.deterministic,
+        local_rank=layout.local_rank,
+        local_ranks=layout.local_ranks,
+    )
+    observer = ConsoleObserver(Console(quiet=layout.rank != 0))
+    deadline_s = checked.parallel.rdep.deadline_s
     try:
-        with Interrupt():
-            outcome = run_config(checked, ConsoleObserver(Console()), allow_changes=allow_changes)
+        with Interrupt(), open_groups(layout, device, deadline_s) as groups:
+            try:
+                outcome = run_config(checked, groups, device, observer, allow_changes=allow_changes)
+            except _user_errors() as error:
+                # What befalls others because of it is not told again.
+                if groups.fail():
+                    typer.echo(f"error {error}", err=True)
+                raise typer.Exit(USER_ERROR) from None
     except KeyboardInterrupt as stop:
-        typer.echo("the same command goes on from what was saved")
+        if _tells_for_all():
+            typer.echo("the same command goes on from what was saved")
         raise typer.Exit(128 + signal_of(stop)) from None
     if outcome.stopped_by is not None:
         raise typer.Exit(128 + outcome.stopped_by)
@@ -155,16 +176,22 @@ def _user_errors() -> tuple[type[Exception], ...]:
     return (TrainError, DataError, KernelError)
 
 
+def _tells_for_all() -> bool:
+    """Whether this process says what befalls all processes of the host alike."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def main() -> None:
     """Runs the command line; a problem the user can mend is one line and exit code 2."""
     try:
         app()
     except _user_errors() as error:
-        typer.echo(f"error {error}", err=True)
-        sys.exit(2)
+        if _tells_for_all():
+            typer.echo(f"error {error}", err=True)
+        sys.exit(USER_ERROR)
     except SystemExit as end:
         # A signal has ended the run, or Typer has turned an interrupt into its code.
-        if end.code in INTERRUPTED:
+        if end.code in INTERRUPTED and _tells_for_all():
             typer.echo("interrupted", err=True)
         raise
     except BrokenPipeError:

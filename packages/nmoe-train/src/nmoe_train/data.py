@@ -36,26 +36,24 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Step:
-    """Tensors of a micro-batch."""
+    """Tensors of a batch, or of a part of one."""
 
     inputs_BS: Tensor
     documents_BS: Tensor
     targets_BS: Tensor
     """`IGNORED` where the next token belongs to another document."""
-
-    @property
-    def predictions(self) -> int:
-        """Targets that count in the loss."""
-        return int((self.targets_BS != IGNORED).sum())
+    predictions: int
+    """Targets that count in the whole batch, over which the loss is a mean."""
 
 
 def to_step(batch: Batch) -> Step:
-    """Inputs and targets of a loader batch, on the CPU."""
+    """Inputs and targets of a loader batch, on the CPU, as if it were the whole batch."""
     tokens = torch.from_numpy(batch.tokens)
     documents = torch.from_numpy(batch.documents)
     same_document = documents[:, 1:] == documents[:, :-1]
     targets = torch.where(same_document, tokens[:, 1:], IGNORED)
-    return Step(tokens[:, :-1], documents[:, :-1], targets)
+    predictions = int((targets != IGNORED).sum())
+    return Step(tokens[:, :-1], documents[:, :-1], targets, predictions)
 
 
 def prepare(config: Config, progress: Callable[[PrepProgress], None]) -> TrainingData:
@@ -63,18 +61,25 @@ def prepare(config: Config, progress: Callable[[PrepProgress], None]) -> Trainin
 
     `progress` hears how far the text is read. Raises TrainError or nmoe_data's DataError.
     """
-    folder = config.data_dir
+    note = None
     if config.data.text is not None:
         note = _make_shards(config, config.data.text, progress)
-        data = _open(folder, config)
-        return data if note is None else replace(data, note=note)
-    if not (folder / "train").is_dir():
+    data = open_prepared(config, verify=config.data.verify)
+    return data if note is None else replace(data, note=note)
+
+
+def open_prepared(config: Config, *, verify: bool) -> TrainingData:
+    """Opens the shards of a run, which must be there; `verify` checks their checksums first.
+
+    Raises TrainError or nmoe_data's DataError.
+    """
+    if not (config.data_dir / "train").is_dir():
         raise TrainError(
             "E-DATA-MISSING",
-            f"no token shards under {folder}",
+            f"no token shards under {config.data_dir}",
             "set data.text to make them, or data.dir to a folder made by `nmoe-data prep`",
         )
-    return _open(folder, config)
+    return _open(config.data_dir, config, verify)
 
 
 def _make_shards(config: Config, text: str, progress: Callable[[PrepProgress], None]) -> str | None:
@@ -100,8 +105,8 @@ def _make_shards(config: Config, text: str, progress: Callable[[PrepProgress], N
     return None
 
 
-def _open(folder: Path, config: Config) -> TrainingData:
-    train = open_dataset(folder / "train", verify=config.data.verify)
+def _open(folder: Path, config: Config, verify: bool) -> TrainingData:
+    train = open_dataset(folder / "train", verify=verify)
     content = [train.manifest.tokenizer["hash"], *(s.sha256 for s in train.manifest.shards)]
     data = TrainingData(
         train=train,
@@ -110,7 +115,7 @@ def _open(folder: Path, config: Config) -> TrainingData:
         fingerprint=hashlib.sha256(" ".join(content).encode()).hexdigest(),
     )
     if (folder / "held-out").is_dir():
-        data = replace(data, held_out=open_dataset(folder / "held-out", verify=config.data.verify))
+        data = replace(data, held_out=open_dataset(folder / "held-out", verify=verify))
     if data.held_out.tokens > config.train.seq_len:
         return data
     return _hold_out_the_tail(data, config)

@@ -1,14 +1,17 @@
 """The training loop: resume, step, record, save, validate, leave when asked to.
 
 Everything that a step depends on is a function of (seed, step) or stands in the checkpoint, so a
-run that was stopped anywhere goes on bitwise as if it had not been.
+run that was stopped anywhere goes on bitwise as if it had not been. Every rank runs this loop and
+takes the same decisions, as whatever they rest on is the same number on all; rank 0 alone keeps the
+run's record.
 """
 
 import contextlib
-import os
+import dataclasses
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,24 +19,35 @@ from nmoe_data.files import only_writer, os_errors
 from nmoe_data.loader import Loader
 from nmoe_data.stats import unigram_loss
 from nmoe_kernels import pick_backend
+from nmoe_kernels.rdep import ExpertParallel
 
 from nmoe_train.checkpoint import (
     gather_state,
     newest_sound_checkpoint,
+    owned_state,
     restore_state,
     write_checkpoint,
 )
 from nmoe_train.config import Config
 from nmoe_train.config.fingerprint import fingerprint, result_fields
-from nmoe_train.data import TrainingData
+from nmoe_train.data import Step, TrainingData, to_step
+from nmoe_train.device import pick_device
 from nmoe_train.errors import TrainError
 from nmoe_train.eval import validation_loss
-from nmoe_train.interrupt import Interrupt
+from nmoe_train.interrupt import SIGNALS, Interrupt
 from nmoe_train.model import Transformer, initialise
+from nmoe_train.model.initialise import STACKED_EXPERTS
 from nmoe_train.optim import build_optimizer
-from nmoe_train.parallel import Layout
+from nmoe_train.parallel.experts import exchange_record
+from nmoe_train.parallel.groups import Groups, host_name
 from nmoe_train.step import step_record, train_step
-from nmoe_train.telemetry import MetricsWriter, RunFolder, peak_flops, training_flops_per_token
+from nmoe_train.telemetry import (
+    MetricsWriter,
+    RunFolder,
+    next_record,
+    peak_flops,
+    training_flops_per_token,
+)
 from nmoe_train.telemetry.timers import StageTimer
 
 # Steps in a row without a finite gradient after which going on is pointless.
@@ -67,44 +81,40 @@ class Outcome:
     stopped_by: signal.Signals | None = None
 
 
-def pick_device(name: str, *, deterministic: bool) -> torch.device:
-    """The device that `run.device` names, told whether to repeat itself bitwise.
-
-    Raises TrainError `E-DEVICE` if it is not there.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise TrainError("E-DEVICE", "no CUDA device is usable here", 'set run.device = "cpu"')
-    if name == "cuda" and deterministic:
-        # cuBLAS reads this when its handle is made, and repeats itself only with fixed workspaces.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        # A module with properties, which its stubs do not show.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return torch.device(name)
-
-
 def train(
     config: Config,
     data: TrainingData,
-    layout: Layout,
+    groups: Groups,
     observer: Observer,
     *,
+    experts: ExpertParallel | None = None,
     allow_changes: bool = False,
 ) -> Outcome:
     """Runs the configured training from its newest checkpoint, or from the start, to its end.
 
-    SIGINT and SIGTERM end it after the step being made, with a checkpoint; a second one at once.
-    Raises TrainError when no checkpoint is sound or the configuration is not the checkpoint's
-    (unless `allow_changes`), DataError when the run folder is in use or cannot be written.
+    `experts`: over which tokens travel to the experts of other ranks; None where each holds all.
+    SIGINT and SIGTERM, to any rank, end the run after the step being made, with a checkpoint; a
+    second one at once. Raises TrainError when no checkpoint is sound or the configuration is not
+    the checkpoint's (unless `allow_changes`), DataError when the run folder is in use or cannot be
+    written.
     """
     path = config.run.dir
-    with os_errors("use the run folder", path), Interrupt() as interrupt:
-        path.mkdir(parents=True, exist_ok=True)
-        with only_writer(path):
-            training = _Training(config, data, layout, observer, RunFolder(path), interrupt)
-            return training.run(allow_changes)
+    with (
+        os_errors("use the run folder", path),
+        Interrupt() as interrupt,
+        contextlib.ExitStack() as held,
+    ):
+        record = groups.first_does(lambda: _hold(path, held))
+        folder = RunFolder(path, record, holds=groups.first)
+        training = _Training(config, data, groups, experts, observer, folder, interrupt)
+        return training.run(allow_changes)
+
+
+def _hold(path: Path, held: contextlib.ExitStack) -> dict[str, Any]:
+    """Takes the run folder for this process alone; what it knows of earlier attempts."""
+    path.mkdir(parents=True, exist_ok=True)
+    held.enter_context(only_writer(path))
+    return next_record(path)
 
 
 class _Training:
@@ -114,20 +124,28 @@ class _Training:
         self,
         config: Config,
         data: TrainingData,
-        layout: Layout,
+        groups: Groups,
+        experts: ExpertParallel | None,
         observer: Observer,
         folder: RunFolder,
         interrupt: Interrupt,
     ) -> None:
-        self.config, self.data, self.layout = config, data, layout
+        self.config, self.data, self.groups, self.experts = config, data, groups, experts
         self.observer, self.folder, self.interrupt = observer, folder, interrupt
-        self.device = pick_device(config.run.device, deterministic=config.run.deterministic)
+        self.layout = groups.layout
+        self.device = pick_device(
+            config.run.device,
+            deterministic=config.run.deterministic,
+            local_rank=self.layout.local_rank,
+            local_ranks=self.layout.local_ranks,
+        )
         vocab_size = _vocab_size(config, data)
         self.model = Transformer(
             config.model,
             vocab_size,
             dtype=DTYPES[config.precision.dtype],
             recompute=config.train.recompute == "layer",
+            expert_parallel=experts,
         )
         initialise(self.model, config.model, config.run.seed)
         self.model.to(self.device)
@@ -137,7 +155,8 @@ class _Training:
         self.held_out = Loader(data.held_out, seq_len=seq_len, seed=seed)
         self.flops = training_flops_per_token(config.model, vocab_size, seq_len)
         self.peak = peak_flops(self.device, config.telemetry.peak_tflops)
-        self.fields = result_fields(config, data.fingerprint)
+        self.fields = result_fields(config, data.fingerprint, self.layout.sizes())
+        self.stopped_by: signal.Signals | None = None
         self.step = 0
         self.saved_step = 0
         self.updates = 0
@@ -184,15 +203,17 @@ class _Training:
             return "interrupted"
         if "loss/validation" not in self.results:
             self._validate()
-        self.results["loss/unigram"] = unigram_loss(self.data.train, self.data.held_out)
+        self.results["loss/unigram"] = self.groups.first_does(
+            lambda: unigram_loss(self.data.train, self.data.held_out)
+        )
         return "completed"
 
     def _steps(self, metrics: MetricsWriter) -> None:
         steps, every = self.config.train.steps, self.config.checkpoint.every
         timer = StageTimer(self.device)
         self.observer.begin(self.step, steps)
-        while self.step < steps and self.interrupt.signal is None:
-            record, experts = self._one_step(timer)
+        while self.step < steps and (made := self._one_step(timer)) is not None:
+            record, experts = made
             evaluate = self.config.eval.every and self.step % self.config.eval.every == 0
             if evaluate or self.step == steps:
                 record["loss/validation"] = self._validate()
@@ -203,16 +224,23 @@ class _Training:
             if self.step % every == 0 or self.step == steps:
                 self._save()
 
-    def _one_step(self, timer: StageTimer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trains one step and returns its metrics record and its expert loads."""
+    def _one_step(self, timer: StageTimer) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Trains one step; its metrics record and expert loads, or None where the run must stop."""
         started_s = time.perf_counter()
         with timer.stage("data"):
             batch = self.loader.batch(
                 self.step, self.config.train.batch_size, self.layout.data_rank, self.layout.dp
             )
+            share = to_step(batch)
+        share = self._agree(share)
+        if self.stopped_by is not None:
+            return None
         self.step += 1
         tokens = self.step * self.config.tokens_per_step
-        result = train_step(self.model, self.optimizer, batch, self.config, tokens, timer)
+        moved = None if self.experts is None else self.experts.counters()
+        result = train_step(
+            self.model, self.optimizer, share, self.config, tokens, timer, self.groups
+        )
         scalars, experts = step_record(result, self.model)
         self._count_update(skipped=bool(scalars.pop("skipped")))
         stages = timer.milliseconds()
@@ -232,9 +260,19 @@ class _Training:
         if self.peak is not None:
             rate = record["tokens_per_s"] * self.flops
             record["mfu"] = rate / (self.peak * self.layout.ranks)
+        if self.experts is not None and moved is not None:
+            self.experts.check()
+            record |= exchange_record(self.experts.counters().since(moved), self.groups)
         if self.device.type == "cuda":
             record |= _memory_gib(self.device)
         return record, {"step": self.step, **experts}
+
+    def _agree(self, share: Step) -> Step:
+        """Counts the targets of all ranks; with them travels whether one was asked to stop."""
+        asked = [int(self.interrupt.signal == number) for number in SIGNALS]
+        predictions, *votes = self.groups.counts(share.predictions, *asked)
+        self.stopped_by = next((n for n, vote in zip(SIGNALS, votes, strict=True) if vote), None)
+        return dataclasses.replace(share, predictions=predictions)
 
     def _count_update(self, *, skipped: bool) -> None:
         """Counts updates that were made, and those in a row that were not."""
@@ -262,8 +300,10 @@ class _Training:
             self.model,
             self.held_out,
             sequences=self.config.eval.sequences,
-            batch_size=self.config.train.micro_batch_size or self.config.train.batch_size,
+            batch_size=self.config.train.micro_batch_size
+            or self.config.train.batch_size // self.layout.dp,
             chunk=self.config.train.loss_chunk,
+            groups=self.groups,
         )
         self.results["loss/validation"] = loss
         self.folder.event("eval", step=self.step, **{"loss/validation": loss})
@@ -284,9 +324,10 @@ class _Training:
         write_checkpoint(
             self.folder.checkpoints,
             self.step,
-            gather_state(self.model, self.optimizer),
+            owned_state(gather_state(self.model, self.optimizer), self.layout),
             meta,
             keep=self.config.checkpoint.keep,
+            groups=self.groups,
         )
         self.saved_step = self.step
         milliseconds = (time.perf_counter() - started_s) * 1e3
@@ -296,7 +337,7 @@ class _Training:
 
     def _resume(self, allow_changes: bool) -> list[str]:
         """Takes the newest sound checkpoint, if any; returns what should be noted as faults."""
-        checkpoint, problems = newest_sound_checkpoint(self.folder.checkpoints)
+        checkpoint, problems = newest_sound_checkpoint(self.folder.checkpoints, self.groups)
         for problem in problems:
             self.observer.message(f"warning {problem}")
         if checkpoint is None:
@@ -310,7 +351,8 @@ class _Training:
             )
         self.step = self.saved_step = checkpoint.step
         self.updates = int(checkpoint.meta["updates"])
-        restore_state(self.model, self.optimizer, checkpoint.tensors(), self.updates)
+        saved = checkpoint.tensors()
+        self.groups.all_do(lambda: restore_state(self.model, self.optimizer, saved, self.updates))
         self.observer.message(f"resuming from {checkpoint.path.name}")
         before, now = checkpoint.meta["steps"], self.config.train.steps
         if before != now:
@@ -324,6 +366,7 @@ class _Training:
         """What run.json says beside the run folder's own fields."""
         run = self.config.run
         dtype = DTYPES[self.config.precision.dtype]
+        hosts = self.groups.all_do(host_name)
         return {
             "name": run.name or self.folder.record["run_id"],
             "tags": run.tags,
@@ -334,8 +377,13 @@ class _Training:
             "layout": self.layout.sizes(),
             "device": self._device_name(),
             "backend": pick_backend(None, self.device.type, dtype),
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parameters": sum(
+                parameter.numel() * (self.layout.ep if STACKED_EXPERTS.search(name) else 1)
+                for name, parameter in self.model.named_parameters()
+            ),
             "data": {"dir": str(self.config.data_dir), "tokens": self.data.train.tokens},
+            "hosts": list(dict.fromkeys(hosts)),
+            "transport": None if self.experts is None else self.experts.transport,
         }
 
     def _device_name(self) -> str:
@@ -344,8 +392,7 @@ class _Training:
         return f"cpu ({torch.get_num_threads()} threads)"
 
     def _outcome(self, status: str) -> Outcome:
-        stopped_by = self.interrupt.signal if status == "interrupted" else None
-        return Outcome(status, self.step, self.model, self.results, stopped_by)
+        return Outcome(status, self.step, self.model, self.results, self.stopped_by)
 
 
 def _vocab_size(config: Config, data: TrainingData) -> int:

@@ -1,53 +1,96 @@
 """A run from its configuration to its report: what `nmoe-train run` and `quickstart` do."""
 
+import torch
 from nmoe_data.loader import Loader
 
 from nmoe_train.config import Config
 from nmoe_train.console import ConsoleObserver
-from nmoe_train.data import TrainingData, prepare
+from nmoe_train.data import TrainingData, open_prepared, prepare
 from nmoe_train.eval import generate
-from nmoe_train.loop import Outcome, train
-from nmoe_train.parallel import current_layout
+from nmoe_train.loop import DTYPES, Outcome, train
+from nmoe_train.parallel import Layout
+from nmoe_train.parallel.experts import open_experts
+from nmoe_train.parallel.groups import Groups
 
 PROMPT_TOKENS = 24
 GENERATED_TOKENS = 48
 
 
 def run_config(
-    config: Config, observer: ConsoleObserver, *, allow_changes: bool = False
+    config: Config,
+    groups: Groups,
+    device: torch.device,
+    observer: ConsoleObserver,
+    *,
+    allow_changes: bool = False,
 ) -> Outcome:
     """Prepares the data, trains, and reports the held-out loss beside a unigram model's.
 
-    Raises TrainError, nmoe_data's DataError or nmoe_kernels' KernelError.
+    Every rank calls it. Raises TrainError, nmoe_data's DataError or nmoe_kernels' KernelError.
     """
-    layout = current_layout(config.parallel)
     with observer:
-        data = prepare(config, observer.preparation)
+        data = _open_data(config, groups, observer)
         observer.message(
             f"{data.train.tokens:,} training tokens, {data.held_out.tokens:,} held out, "
             f"vocabulary {data.tokenizer.vocab_size:,}"
         )
         if data.note is not None:
             observer.message(data.note)
-        outcome = train(config, data, layout, observer, allow_changes=allow_changes)
-    if outcome.status != "completed":
-        observer.message(f"saved at step {outcome.step}; the same command goes on from there")
-        return outcome
-    _continue_held_out_text(config, data, outcome, observer)
+        dtype, longest = DTYPES[config.precision.dtype], _most_tokens(config, groups)
+        with open_experts(config, groups, device, dtype, longest) as experts:
+            if not groups.alone:
+                observer.message(_describe(config, groups.layout))
+            outcome = train(
+                config, data, groups, observer, experts=experts, allow_changes=allow_changes
+            )
+            if outcome.status != "completed":
+                observer.message(
+                    f"saved at step {outcome.step}; the same command goes on from there"
+                )
+                return outcome
+            _continue_held_out_text(config, data, outcome, groups, observer)
     model, unigram = outcome.results["loss/validation"], outcome.results["loss/unigram"]
     observer.message(f"validation loss {model:.2f} (unigram {unigram:.2f})")
     observer.message(f"dashboard: nviz serve {config.run.dir.parent}")
     return outcome
 
 
+def _describe(config: Config, layout: Layout) -> str:
+    """What the processes share: "4 processes: dp=4 ep=2, 8 of 16 experts on each"."""
+    sizes = " ".join(f"{name}={size}" for name, size in layout.sizes().items() if size > 1)
+    experts = config.model.moe.experts
+    held = len(layout.local_experts(experts))
+    return f"{layout.ranks} processes: {sizes}, {held} of {experts} experts on each"
+
+
+def _open_data(config: Config, groups: Groups, observer: ConsoleObserver) -> TrainingData:
+    """Rank 0 makes and verifies the shards; the others open what it found good."""
+    prepared: list[TrainingData] = []
+    groups.first_does(lambda: prepared.append(prepare(config, observer.preparation)))
+    return prepared[0] if prepared else open_prepared(config, verify=False)
+
+
+def _most_tokens(config: Config, groups: Groups) -> int:
+    """The most tokens that a rank computes at once, in training or after it."""
+    train = config.train
+    sequences = train.micro_batch_size or train.batch_size // groups.layout.dp
+    longest_text = min(PROMPT_TOKENS + GENERATED_TOKENS, config.model.positions)
+    return max(sequences * train.seq_len, longest_text)
+
+
 def _continue_held_out_text(
-    config: Config, data: TrainingData, outcome: Outcome, observer: ConsoleObserver
+    config: Config, data: TrainingData, outcome: Outcome, groups: Groups, observer: ConsoleObserver
 ) -> None:
     """Shows the first held-out tokens and what the model makes of them."""
     loader = Loader(data.held_out, seq_len=config.train.seq_len, seed=config.run.seed)
     ids = loader.sequential(0, 1).tokens[0, : min(PROMPT_TOKENS, config.train.seq_len)]
     prompt = data.tokenizer.decode(ids.tolist())
     continuation = generate(
-        outcome.model, data.tokenizer, prompt, tokens=GENERATED_TOKENS, seed=config.run.seed
+        outcome.model,
+        data.tokenizer,
+        prompt,
+        tokens=GENERATED_TOKENS,
+        seed=config.run.seed,
+        groups=groups,
     )
     observer.message(f"\nheld-out text: {prompt}\ncontinued by the model: {continuation}\n")

@@ -1,8 +1,9 @@
 """One optimizer step: micro-batches forward and backward, clipping, update, balancing bias.
 
-Every loss is a mean over the whole global batch, whatever the split into micro-batches: the
-cross-entropy over all predictions, the z-loss over all tokens, the balancing loss over all
-sequences. This module reads nothing back from the device until the step is queued.
+Every loss is a mean over the whole global batch, whatever the split into ranks and micro-batches:
+the cross-entropy over all predictions, the z-loss over all tokens, the balancing loss over all
+sequences. Each part of the batch gives its part of that mean, and parts add up. This module reads
+nothing back from the device until the step is queued.
 """
 
 from collections.abc import Iterator
@@ -10,15 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nmoe_data.loader import Batch
 from nmoe_kernels.router import load_stats, update_bias
 from torch import Tensor
 
 from nmoe_train.config import Config
-from nmoe_train.data import Step, to_step
+from nmoe_train.data import Step
 from nmoe_train.model import ModelOutput, Transformer, chunked_cross_entropy
 from nmoe_train.model.moe_block import router_bias
 from nmoe_train.optim import GuardedAdamW, clip_gradients, rate_factor, set_rates
+from nmoe_train.parallel.groups import ALONE, Groups
+from nmoe_train.parallel.reduction import StepSums, reduce_step
 from nmoe_train.telemetry.timers import StageTimer
 
 
@@ -35,23 +37,24 @@ class StepResult:
 def train_step(
     model: Transformer,
     optimizer: GuardedAdamW,
-    batch: Batch,
+    share: Step,
     config: Config,
     tokens: int,
     timer: StageTimer,
+    groups: Groups = ALONE,
 ) -> StepResult:
     """Trains on this rank's share of one global batch; `tokens` counts those seen after it.
 
-    A gradient norm that is not finite leaves weights, moments and router biases as they were.
+    What it reports is the global batch's, the same on every rank. A gradient norm that is not
+    finite leaves weights, moments and router biases as they were.
     """
     device = model.embedding.weight.device
-    whole = to_step(batch)
     sums: dict[str, Tensor] = {}
     loads: dict[int, Tensor] = {}
-    for micro in _micro_batches(whole, config, device):
+    for micro in _micro_batches(share, config, device):
         with timer.stage("forward"):
             output = model.hidden(micro.inputs_BS, micro.documents_BS)
-            losses = _losses(model, output, micro, whole, config)
+            losses = _losses(model, output, micro, config)
         with timer.stage("backward"):
             losses["loss/train"].backward()
         for name, value in losses.items():
@@ -59,8 +62,13 @@ def train_step(
         for layer, report in output.routing.items():
             loads[layer] = loads.get(layer, 0) + report.load_E
             sums["router/invalid"] = sums.get("router/invalid", 0) + report.invalid
+    norm: Tensor | None = None
+    if not groups.alone:
+        with timer.stage("reduce"):
+            total, norm = reduce_step(model, StepSums(sums, loads), groups)
+        sums, loads = total.scalars, total.loads
     with timer.stage("optimizer"):
-        sums["grad_norm"] = clip_gradients(model.parameters(), config.train.clip_norm)
+        sums["grad_norm"] = clip_gradients(model.parameters(), config.train.clip_norm, norm)
         rates = set_rates(optimizer, rate_factor(config, tokens))
         finite = sums["grad_norm"].isfinite()
         sums["skipped"] = optimizer.found_inf = (~finite).float()
@@ -93,27 +101,28 @@ def step_record(result: StepResult, model: Transformer) -> tuple[dict[str, Any],
     return record, experts
 
 
-def _micro_batches(whole: Step, config: Config, device: torch.device) -> Iterator[Step]:
-    size = config.train.micro_batch_size or whole.inputs_BS.shape[0]
-    for start in range(0, whole.inputs_BS.shape[0], size):
+def _micro_batches(share: Step, config: Config, device: torch.device) -> Iterator[Step]:
+    size = config.train.micro_batch_size or share.inputs_BS.shape[0]
+    for start in range(0, share.inputs_BS.shape[0], size):
         rows = slice(start, start + size)
-        parts = (whole.inputs_BS[rows], whole.documents_BS[rows], whole.targets_BS[rows])
-        yield Step(*(part.to(device, non_blocking=True) for part in parts))
+        whole = (share.inputs_BS, share.documents_BS, share.targets_BS)
+        inputs, documents, targets = (t[rows].to(device, non_blocking=True) for t in whole)
+        yield Step(inputs, documents, targets, share.predictions)
 
 
 def _losses(
-    model: Transformer, output: ModelOutput, micro: Step, whole: Step, config: Config
+    model: Transformer, output: ModelOutput, micro: Step, config: Config
 ) -> dict[str, Tensor]:
-    """This micro-batch's part of the losses of the whole batch; they add up over micro-batches."""
+    """This micro-batch's part of the losses of the global batch; parts add up to the whole."""
     moe = config.model.moe
     ce = chunked_cross_entropy(
         output.hidden_BSH.flatten(0, 1),
         model.output_weight,
         micro.targets_BS.flatten(),
         chunk=config.train.loss_chunk,
-    ) / max(1, whole.predictions)
+    ) / max(1, micro.predictions)
     losses = {"loss/ce": ce, "loss/train": ce}
-    share = micro.inputs_BS.shape[0] / whole.inputs_BS.shape[0]
+    share = micro.inputs_BS.shape[0] / config.train.batch_size
     if output.routing:
         reports = output.routing.values()
         losses["loss/balance"] = share * torch.stack([r.balance_loss for r in reports]).sum()

@@ -6,13 +6,14 @@ from nmoe_train.checkpoint.folder import (
     newest_sound_checkpoint,
     write_checkpoint,
 )
-from nmoe_train.checkpoint.state import gather_state, restore_state
+from nmoe_train.checkpoint.state import gather_state, owned_state, restore_state
 
 __all__ = [
     "Checkpoint",
     "complete_checkpoints",
     "gather_state",
     "newest_sound_checkpoint",
+    "owned_state",
     "restore_state",
     "write_checkpoint",
 ]

@@ -3,7 +3,8 @@
 `step-00001000/` holds one safetensors file per writing rank, `meta.json` (what the state belongs
 to, every tensor's place, a sha256 per file) and, last, `COMPLETE`, which holds the sha256 of
 `meta.json`. A folder without it does not exist for readers, so a writer may die anywhere. Files are
-flushed to the disk before `COMPLETE` appears, and older folders are removed only after that. The
+flushed to the disk before `COMPLETE` appears, and older folders are removed only after that. Rank 0
+makes the folder, and completes it once every rank's file is there; it alone removes anything. The
 newest checkpoint is found by looking, and verified before it is trusted.
 """
 
@@ -11,17 +12,18 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nmoe_data.files import atomic_write, sha256_file, sync_path
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nmoe_train.errors import TrainError
+from nmoe_train.parallel.groups import ALONE, Groups
 
 SCHEMA_VERSION = 1
 COMPLETE = "COMPLETE"
@@ -37,35 +39,37 @@ class Checkpoint:
     step: int
     meta: dict[str, Any]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, on the CPU."""
-        loaded: dict[str, Tensor] = {}
-        for file in self.meta["files"]:
-            loaded |= load_file(self.path / file)
-        return loaded
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All tensors by name; each is read, onto the CPU, when it is asked for."""
+        return _SavedTensors(self.path, {n: t["file"] for n, t in self.meta["tensors"].items()})
 
 
 def write_checkpoint(
-    root: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, keep: int
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    *,
+    keep: int,
+    groups: Groups = ALONE,
 ) -> Path:
     """Writes the state after `step` steps and removes all but the newest `keep` complete folders.
 
-    Raises OSError when the disk is full or forbidden; what was complete before stays so.
+    `tensors` are those that this rank writes; no two ranks have one of the same name, and a rank
+    that has none writes no file. Raises OSError when the disk is full or forbidden, and TrainError
+    `E-PEER` where that befell another rank; what was complete before stays so.
     """
     folder = root / f"step-{step:08d}"
-    if folder.exists():
-        # Unfinished, or found damaged by the resume that led here again.
-        _remove(folder)
-    folder.mkdir(parents=True)
+    groups.first_does(lambda: _make_empty(folder))
     try:
-        _fill(folder, step, tensors, meta)
+        bodies = groups.all_do(lambda: _write_body(folder, groups.layout.rank, tensors))
+        groups.first_does(lambda: _complete(folder, step, meta, bodies))
     except BaseException:
         # Half a checkpoint helps nobody, least of all on a full disk.
-        shutil.rmtree(folder, ignore_errors=True)
+        if groups.first:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
-    sync_path(root)
-    sync_path(root.parent)
-    _remove_older(root, step, keep)
+    groups.first_does(lambda: _settle(root, step, keep))
     return folder
 
 
@@ -74,20 +78,31 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return [folder for folder in _folders(root) if (folder / COMPLETE).exists()]
 
 
-def newest_sound_checkpoint(root: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_sound_checkpoint(
+    root: Path, groups: Groups = ALONE
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose files are what meta.json says, and what is wrong with newer ones.
 
-    Raises TrainError `E-CHECKPOINT-CORRUPT` when there are complete folders and none is sound, and
+    Rank 0 looks and verifies; all ranks get the same answer. Raises TrainError
+    `E-CHECKPOINT-CORRUPT` when there are complete folders and none is sound, and
     `E-CHECKPOINT-VERSION` when a newer nmoe-train wrote the newest.
     """
+    name, problems = groups.first_does(lambda: _newest_sound(root))
+    return (None if name is None else _read_meta(root / name)), problems
+
+
+def _newest_sound(root: Path) -> tuple[str | None, list[str]]:
+    """Name of the newest folder that is sound, if any, and what is wrong with newer ones."""
     problems: list[str] = []
     for folder in complete_checkpoints(root):
         try:
-            return _open_verified(folder), problems
+            _verify(folder)
         except TrainError as error:
             if error.code != CORRUPT:
                 raise
             problems.append(str(error))
+        else:
+            return folder.name, problems
     if problems:
         raise TrainError(
             CORRUPT,
@@ -97,15 +112,27 @@ def newest_sound_checkpoint(root: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
-def _open_verified(folder: Path) -> Checkpoint:
+def _verify(folder: Path) -> None:
+    """Raises TrainError unless every file is what meta.json says, and that what COMPLETE says."""
+    for name, entry in _read_meta(folder).meta["files"].items():
+        try:
+            sound = sha256_file(folder / name) == entry["sha256"]
+        except OSError as error:
+            raise _corrupt(folder / name, f"cannot be read ({error.strerror})") from None
+        if not sound:
+            raise _corrupt(folder / name, "does not have the checksum in meta.json")
+
+
+def _read_meta(folder: Path) -> Checkpoint:
     try:
         content = (folder / "meta.json").read_bytes()
         wanted = (folder / COMPLETE).read_bytes()
         if hashlib.sha256(content).hexdigest().encode() != wanted:
             raise _corrupt(folder / "meta.json", "does not have the checksum in COMPLETE")
         meta = json.loads(content)
-        files: dict[str, dict[str, Any]] = meta["files"]
         step, version = int(meta["step"]), int(meta["schema_version"])
+        if not isinstance(meta["files"], dict):
+            raise ValueError("it lists no files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _corrupt(folder / "meta.json", f"cannot be read ({error})") from None
     if version != SCHEMA_VERSION:
@@ -114,33 +141,89 @@ def _open_verified(folder: Path) -> Checkpoint:
             f"{folder} has format {version}, and this nmoe-train reads {SCHEMA_VERSION}",
             "use the version of nmoe-train that wrote it",
         )
-    for name, entry in files.items():
-        try:
-            sound = sha256_file(folder / name) == entry["sha256"]
-        except OSError as error:
-            raise _corrupt(folder / name, f"cannot be read ({error.strerror})") from None
-        if not sound:
-            raise _corrupt(folder / name, "does not have the checksum in meta.json")
     return Checkpoint(folder, step, meta)
 
 
-def _fill(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """Writes the files of a checkpoint into an empty folder, `COMPLETE` last."""
-    file = folder / "rank-00000.safetensors"
+class _SavedTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint, whose files are opened when they are first needed."""
+
+    def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
+        self._folder, self._files = folder, files
+        self._open: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(self._folder / file, framework="pt")
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        # Unfinished, or found damaged by the resume that led here again.
+        _remove(folder)
+    folder.mkdir(parents=True)
+
+
+def _write_body(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """Writes a rank's file; what meta.json says of it, or None if there is nothing to write."""
+    if not tensors:
+        return None
+    file = folder / f"rank-{rank:05d}.safetensors"
     _save_tensors(file, tensors)
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "step": step,
-        **meta,
-        "files": {file.name: {"sha256": sha256_file(file), "bytes": file.stat().st_size}},
+    return {
+        "file": file.name,
+        "sha256": sha256_file(file),
+        "bytes": file.stat().st_size,
         "tensors": {
             name: {"file": file.name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)[6:]}
             for name, tensor in tensors.items()
         },
     }
+
+
+def _complete(
+    folder: Path, step: int, meta: Mapping[str, Any], bodies: Sequence[dict[str, Any] | None]
+) -> None:
+    """Writes meta.json and, last, `COMPLETE`, once the files of all ranks are there."""
+    written = [body for body in bodies if body is not None]
+    for body in written:
+        _check_is_here(folder / body["file"], body["bytes"])
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        **meta,
+        "files": {b["file"]: {"sha256": b["sha256"], "bytes": b["bytes"]} for b in written},
+        "tensors": {name: place for body in written for name, place in body["tensors"].items()},
+    }
     encoded = json.dumps(content, indent=1).encode()
     atomic_write(folder / "meta.json", encoded)
     atomic_write(folder / COMPLETE, hashlib.sha256(encoded).hexdigest().encode())
+
+
+def _check_is_here(file: Path, size: int) -> None:
+    """Raises TrainError unless rank 0 sees the file that a rank says it wrote."""
+    if file.exists() and file.stat().st_size == size:
+        return
+    raise TrainError(
+        "E-CHECKPOINT-SHARED",
+        f"rank 0 does not see {file}, which another rank wrote",
+        "put run.dir on a file system that all hosts share",
+    )
+
+
+def _settle(root: Path, step: int, keep: int) -> None:
+    """Flushes the names of a complete checkpoint, and only then removes older ones."""
+    sync_path(root)
+    sync_path(root.parent)
+    _remove_older(root, step, keep)
 
 
 def _remove_older(root: Path, step: int, keep: int) -> None:

@@ -9,7 +9,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -158,4 +158,6 @@ def _type_name(field: FieldInfo) -> str:
 
 def _plain_type(annotation: Any) -> str:
     base = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+    if get_origin(base) is Literal:
+        return " | ".join(f'"{word}"' for word in get_args(base))
     return getattr(base, "__name__", str(base))

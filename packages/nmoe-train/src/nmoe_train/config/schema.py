@@ -297,17 +297,35 @@ class PrecisionConfig(Section):
     gradients, router and loss stay fp32."""
 
 
+class RdepConfig(Section):
+    """How tokens travel to the owners of their experts."""
+
+    transport: Literal["local", "collective", "p2p", "nvshmem"] | None = None
+    """What carries the rows; picked by the hardware, and said, when absent."""
+    capacity: Literal["exact"] | PositiveFloat = "exact"
+    """exact takes what is routed; a factor bounds what an expert takes from one rank to that times
+    the even share."""
+    overflow: Literal["error", "drop", "reroute"] = "error"
+    """What happens beyond the bound."""
+    deadline_s: PositiveFloat = 600.0
+    """Seconds that a rank waits for another before it gives up and names it."""
+    keep: Literal["keep", "fetch"] = "keep"
+    """Whether the backward pass keeps the rows that came, or fetches them again."""
+
+
 class ParallelConfig(Section):
     """How the work is split over processes; dp x tp x pp is their number."""
 
-    dp: PositiveInt = 1
-    """Data-parallel replicas."""
+    dp: PositiveInt | None = None
+    """Data-parallel replicas; the number of processes when absent."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks."""
     pp: PositiveInt = 1
     """Pipeline stages."""
     ep: PositiveInt = 1
     """Expert-parallel ranks; folds over dp x tp."""
+    rdep: RdepConfig = RdepConfig()
+    """Transport of expert parallelism."""
 
 
 class CheckpointConfig(Section):
@@ -372,13 +390,15 @@ class Config(Section):
                 f"{train.seq_len} tokens in a model of {self.model.positions} positions",
                 "lower train.seq_len or raise model.positions",
             )
-        if train.batch_size % self.parallel.dp:
+        # Left out, it follows from the processes, and the layout checks the same.
+        dp = self.parallel.dp or 1
+        if train.batch_size % dp:
             raise FieldProblem(
                 "train.batch_size",
-                f"{train.batch_size} sequences do not divide over parallel.dp = {self.parallel.dp}",
+                f"{train.batch_size} sequences do not divide over parallel.dp = {dp}",
                 "take a multiple of parallel.dp",
             )
-        share = train.batch_size // self.parallel.dp
+        share = train.batch_size // dp
         if train.micro_batch_size is not None and share % train.micro_batch_size:
             raise FieldProblem(
                 "train.micro_batch_size",

@@ -4,6 +4,7 @@ import torch
 from nmoe_data.tokenizer import Tokenizer
 
 from nmoe_train.model import Transformer
+from nmoe_train.parallel.groups import ALONE, Groups
 from nmoe_train.randomness import generator
 
 
@@ -16,10 +17,12 @@ def generate(
     tokens: int,
     temperature: float = 0.8,
     seed: int = 0,
+    groups: Groups = ALONE,
 ) -> str:
     """Continues `prompt` by at most `tokens` tokens; stops at the end of the document.
 
-    Temperature 0 takes the likeliest token. The window is the model's `positions`.
+    Temperature 0 takes the likeliest token. The window is the model's `positions`. All ranks
+    continue the same text, by the token that rank 0 draws, as their experts work for each other.
     """
     device = model.embedding.weight.device
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document_id]
@@ -33,6 +36,7 @@ def generate(
         else:
             probabilities = torch.softmax(logits / temperature, dim=-1)
             chosen = int(torch.multinomial(probabilities, 1, generator=randomness))
+        (chosen,) = groups.counts(chosen if groups.first else 0)
         if chosen == tokenizer.end_of_document_id:
             break
         ids.append(chosen)

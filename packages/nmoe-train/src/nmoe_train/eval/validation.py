@@ -6,29 +6,46 @@ from nmoe_data.loader import Loader
 from nmoe_train.data import to_step
 from nmoe_train.errors import TrainError
 from nmoe_train.model import Transformer, chunked_cross_entropy
+from nmoe_train.parallel.groups import ALONE, Groups
 
 
 @torch.no_grad()
 def validation_loss(
-    model: Transformer, loader: Loader, *, sequences: int, batch_size: int, chunk: int
+    model: Transformer,
+    loader: Loader,
+    *,
+    sequences: int,
+    batch_size: int,
+    chunk: int,
+    groups: Groups = ALONE,
 ) -> float:
     """Nats per token over the first `sequences` windows of the held-out stream.
 
-    Raises TrainError `E-DATA-HELD-OUT` when they hold nothing to predict.
+    Ranks take batches in turn and all get the same loss. Raises TrainError `E-DATA-HELD-OUT` when
+    there is nothing to predict.
     """
     device = model.embedding.weight.device
     total, predictions = torch.zeros((), device=device), 0
     last = min(sequences, loader.windows)
-    for first in range(0, last, batch_size):
+    layout = groups.layout
+    for start in range(0, last, batch_size * layout.dp):
+        first = start + batch_size * layout.data_rank
+        counts = first < last
+        # A rank that has no batch left still holds experts that others need: it takes any.
+        first = first if counts else start
         step = to_step(loader.sequential(first, min(batch_size, last - first)))
         output = model.hidden(step.inputs_BS.to(device), step.documents_BS.to(device))
-        total += chunked_cross_entropy(
+        loss = chunked_cross_entropy(
             output.hidden_BSH.flatten(0, 1),
             model.output_weight,
             step.targets_BS.flatten().to(device),
             chunk=chunk,
         )
-        predictions += step.predictions
+        if counts:
+            total += loss
+            predictions += step.predictions
+    groups.sum_(total)
+    (predictions,) = groups.counts(predictions)
     if predictions == 0:
         raise TrainError(
             "E-DATA-HELD-OUT",

@@ -1,17 +1,18 @@
 """Initial weights: every tensor, and every expert, from its own named generator.
 
-A weight depends on (seed, its name, its expert number) alone, so any layout of ranks starts from
-the same model. Matrices are normal with `init_std`; those that write into the residual stream are
-scaled down by sqrt(2 * layers) (GPT-2); norms are one, biases zero.
+A weight depends on (seed, its name, its expert's number among all) alone, so any layout of ranks
+starts from the same model. Matrices are normal with `init_std`; those that write into the residual
+stream are scaled down by sqrt(2 * layers) (GPT-2); norms are one, biases zero.
 """
 
 import math
 import re
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nmoe_train.config import ModelConfig
+from nmoe_train.model.transformer import Transformer
 from nmoe_train.randomness import generator
 
 STACKED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)$")
@@ -19,7 +20,7 @@ WRITES_TO_RESIDUAL = re.compile(r"\.(output\.weight|down\.weight|down)$")
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
+def initialise(model: Transformer, config: ModelConfig, seed: int) -> None:
     """Fills all parameters and buffers of a transformer in place."""
     residual_std = config.init_std / math.sqrt(2 * config.layers)
     for name, parameter in model.named_parameters():
@@ -28,7 +29,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
             continue
         std = residual_std if WRITES_TO_RESIDUAL.search(name) else config.init_std
         if STACKED_EXPERTS.search(name):
-            for expert, weight in enumerate(parameter):
+            for expert, weight in zip(model.local_experts, parameter, strict=True):
                 _fill(weight, std, seed, name, expert)
         else:
             _fill(parameter, std, seed, name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from nmoe_kernels import MoE, RouterConfig
+from nmoe_kernels.rdep import ExpertParallel
 from nmoe_kernels.router import sequence_balance_loss, z_loss
 from torch import Tensor, nn
 
@@ -31,7 +32,9 @@ class RoutingReport:
 class MoEBlock(nn.Module):
     """sum of the chosen experts plus the shared expert (DeepSeekMoE, arXiv 2401.06066)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, expert_parallel: ExpertParallel | None = None, name: str = ""
+    ) -> None:
         super().__init__()
         moe = config.moe
         router = RouterConfig(
@@ -43,7 +46,9 @@ class MoEBlock(nn.Module):
             renormalise=moe.renormalise,
             scale=moe.scale,
         )
-        self.experts = MoE(config.width, moe.expert_width, router)
+        self.experts = MoE(
+            config.width, moe.expert_width, router, expert_parallel=expert_parallel, name=name
+        )
         hidden = moe.shared_experts * moe.expert_width
         self.shared = SwiGLU(config.width, hidden) if hidden else None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from nmoe_kernels.rdep import ExpertParallel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +33,9 @@ class ModelOutput:
 class Layer(nn.Module):
     """x += attention(norm(x)); x += feed_forward(norm(x))."""
 
-    def __init__(self, config: ModelConfig, number: int) -> None:
+    def __init__(
+        self, config: ModelConfig, number: int, expert_parallel: ExpertParallel | None
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = build_attention(config)
@@ -42,7 +45,7 @@ class Layer(nn.Module):
         if number < config.dense_layers:
             self.mlp = SwiGLU(config.width, config.dense_width)
         else:
-            self.moe = MoEBlock(config)
+            self.moe = MoEBlock(config, expert_parallel, f"layers.{number}")
 
     def forward(
         self, x_BSH: Tensor, table: Tensor, mask: Tensor
@@ -58,7 +61,10 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model over `vocab_size` tokens; computes in `dtype`, holds fp32 weights."""
+    """A language model over `vocab_size` tokens; computes in `dtype`, holds fp32 weights.
+
+    With `expert_parallel`, it holds this rank's experts only, and tokens travel to the others.
+    """
 
     def __init__(
         self,
@@ -67,11 +73,18 @@ class Transformer(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         recompute: bool = False,
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.recompute = config, dtype, recompute
+        self.local_experts: range = (
+            expert_parallel.local_experts if expert_parallel else range(config.moe.experts)
+        )
+        """Numbers of the experts whose weights are here, the same in every layer."""
         self.embedding = nn.Embedding(vocab_size, config.width)
-        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
+        self.layers = nn.ModuleList(
+            Layer(config, number, expert_parallel) for number in range(config.layers)
+        )
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.width, vocab_size)
 

@@ -55,14 +55,18 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, floa
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], limit: float, norm: Tensor | None = None
+) -> Tensor:
     """Scales all gradients down to a global norm of `limit` (0: never); returns the norm before.
 
-    The norm is a fp32 scalar on the parameters' device, and no host read is made. A norm that is
-    not finite leaves the gradients as they are.
+    `norm`: that of all ranks' gradients; taken of these where they are all there are. It is a fp32
+    scalar on the parameters' device, and no host read is made. A norm that is not finite leaves the
+    gradients as they are.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    if norm is None:
+        norm = torch.nn.utils.get_total_norm(gradients)
     if limit > 0:
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
         scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))

@@ -1,5 +1,8 @@
-"""How processes share the work. The loop asks here and nowhere else who it is."""
+"""How processes share the work. The loop asks here and nowhere else who it is.
 
-from nmoe_train.parallel.layout import Layout, current_layout
+`layout` is arithmetic and loads no torch; `groups`, `reduction` and `experts` stand on it.
+"""
 
-__all__ = ["Layout", "current_layout"]
+from nmoe_train.parallel.layout import Layout, check_layout, current_layout
+
+__all__ = ["Layout", "check_layout", "current_layout"]

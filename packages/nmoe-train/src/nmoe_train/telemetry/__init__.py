@@ -2,6 +2,6 @@
 
 from nmoe_train.telemetry.flops import peak_flops, training_flops_per_token
 from nmoe_train.telemetry.metrics import MetricsWriter
-from nmoe_train.telemetry.run_folder import RunFolder
+from nmoe_train.telemetry.run_folder import RunFolder, next_record
 
-__all__ = ["MetricsWriter", "RunFolder", "peak_flops", "training_flops_per_token"]
+__all__ = ["MetricsWriter", "RunFolder", "next_record", "peak_flops", "training_flops_per_token"]

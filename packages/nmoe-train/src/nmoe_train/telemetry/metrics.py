@@ -24,20 +24,21 @@ class MetricsWriter:
     """Appends records of one attempt of one rank; call `close` to seal what is left.
 
     Files: `<attempt>-<rank>.jsonl` and `<attempt>-<rank>-<part>.parquet`, and the same with
-    `-experts` at the end of the name for the loads.
+    `-experts` at the end of the name for the loads. These are the whole run's, which readers would
+    count once for every rank that wrote them, so rank 0 alone does.
     """
 
     def __init__(self, folder: Path, attempt: int, rank: int, seal_every: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._streams = {
-            "": _Stream(folder, f"{attempt}-{rank}", "", seal_every),
-            "-experts": _Stream(folder, f"{attempt}-{rank}", "-experts", seal_every),
-        }
+        kinds = ("", "-experts") if rank == 0 else ("",)
+        stem = f"{attempt}-{rank}"
+        self._streams = {kind: _Stream(folder, stem, kind, seal_every) for kind in kinds}
 
     def step(self, scalars: Record, experts: Record) -> None:
         """Appends a step: its scalars and expert loads. Raises OSError if the disk is full."""
-        self._streams[""].append(scalars)
-        self._streams["-experts"].append(experts)
+        for kind, record in (("", scalars), ("-experts", experts)):
+            if kind in self._streams:
+                self._streams[kind].append(record)
 
     def close(self) -> None:
         """Seals the live files."""

@@ -1,6 +1,7 @@
 """The run folder: who may write it, run.json, and the events of a run.
 
-One process at a time holds a run folder. `run.json` says what the run is and how far it is;
+One process at a time holds a run folder, rank 0 of the run; the other ranks only put their metrics
+there. `run.json` says what the run is and how far it is;
 `events.jsonl` says what happened to it, a line an event. Starting again in the same folder is the
 next attempt of the same run.
 """
@@ -8,7 +9,6 @@ next attempt of the same run.
 import json
 import os
 import platform
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -28,23 +28,19 @@ SCHEMA_VERSION = 1
 class RunFolder:
     """The run folder of a process that holds it alone; `metrics`, `checkpoints` are in it.
 
-    Raises TrainError `E-RUN-RECORD` when run.json is damaged, OSError when it cannot be read.
+    A process that does not hold it is given the `record` of the one that does, and writes neither
+    run.json nor events. Raises what `next_record` does.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, record: dict[str, Any] | None = None, *, holds: bool = True
+    ) -> None:
         self.path = path
         self.metrics = path / "metrics"
         self.checkpoints = path / "checkpoints"
-        previous = _read_json(path / "run.json")
-        self.record: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "run_id": path.resolve().name,
-            "attempt": max(previous.get("attempt", 0), _last_attempt(self.metrics)),
-            "attempts": previous.get("attempts", []),
-            "started_unix_s": previous.get("started_unix_s", time.time()),
-            "results": previous.get("results", {}),
-        }
-        self.completed: bool = previous.get("status") == "completed"
+        self.record: dict[str, Any] = next_record(path) if record is None else record
+        self.completed: bool = self.record["status"] == "completed"
+        self._holds = holds
         self._written_s = 0.0
 
     @property
@@ -65,7 +61,6 @@ class RunFolder:
             "ended_unix_s": None,
             "git_revision": _git_revision(),
             "versions": _versions(),
-            "hosts": [socket.gethostname()],
             "pid": os.getpid(),
             **fields,
         }
@@ -87,6 +82,8 @@ class RunFolder:
 
     def event(self, name: str, **fields: Any) -> None:
         """Appends a line to events.jsonl; a line that a full disk cut short is ended first."""
+        if not self._holds:
+            return
         line = json.dumps({"time_unix_s": time.time(), "event": name, **fields}).encode() + b"\n"
         with (self.path / "events.jsonl").open("ab+") as stream:
             if stream.tell():
@@ -97,10 +94,29 @@ class RunFolder:
             os.fsync(stream.fileno())
 
     def _write(self) -> None:
+        if not self._holds:
+            return
         self._written_s = time.monotonic()
         self.record["updated_unix_s"] = time.time()
         content = json.dumps(self.record, indent=1, default=str).encode()
         atomic_write(self.path / "run.json", content)
+
+
+def next_record(path: Path) -> dict[str, Any]:
+    """What the next attempt in a run folder knows of those before it.
+
+    Raises TrainError `E-RUN-RECORD` when run.json is damaged, OSError when it cannot be read.
+    """
+    previous = _read_json(path / "run.json")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": path.resolve().name,
+        "attempt": max(previous.get("attempt", 0), _last_attempt(path / "metrics")),
+        "attempts": previous.get("attempts", []),
+        "started_unix_s": previous.get("started_unix_s", time.time()),
+        "results": previous.get("results", {}),
+        "status": previous.get("status"),
+    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:

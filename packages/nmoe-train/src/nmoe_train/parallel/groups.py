@@ -1,0 +1,273 @@
+"""The process groups of a run, and how its ranks agree.
+
+Tensors are added over ranks by torch.distributed: NCCL between GPUs, gloo between CPUs. Where ranks
+talk (who may write, whether a file was written, what went wrong), they leave their words in the
+launcher's key-value store and meet in a group without a deadline, as a checkpoint may take long; a
+rank that dies ends the meeting at once. Whoever fails first says so in the store; the others then
+end without a word of their own, so that one fault is one message.
+"""
+
+import base64
+import datetime
+import json
+import os
+import re
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from nmoe_train.errors import TrainError
+from nmoe_train.parallel.layout import Layout
+
+Result = TypeVar("Result")
+
+FAILED = "failed"
+USER_ERROR = 2
+SHORTEST_POLL_S, LONGEST_POLL_S = 0.0005, 0.05
+
+
+class Groups:
+    """What one rank has in common with others; without a store it is the only one.
+
+    expert: the ranks that hold all experts together; None where each holds all. replicas: those
+    that hold the same experts; None for one. meeting: all ranks, on their CPUs, with no deadline.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        store: Store | None = None,
+        meeting: dist.ProcessGroup | None = None,
+        expert: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.layout, self.expert = layout, expert
+        self._store, self._meeting, self._replicas = store, meeting, replicas
+        self._talks = 0
+        self._failed_first = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process is the whole run."""
+        return self._store is None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which prints and keeps the run's record."""
+        return self.layout.rank == 0
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Adds a tensor over all ranks, in place; returns it. Raises TrainError `E-PEER`."""
+        if not self.alone:
+            with self._peers("adding over all ranks"):
+                dist.all_reduce(tensor)
+        return tensor
+
+    def sum_replicas_(self, tensor: Tensor) -> Tensor:
+        """Adds a tensor over the ranks that hold the same experts, in place; returns it."""
+        if self._replicas is not None:
+            with self._peers("adding over the replicas of an expert"):
+                dist.all_reduce(tensor, group=self._replicas)
+        return tensor
+
+    def counts(self, *numbers: int) -> list[int]:
+        """Adds numbers of the host over all ranks, without waiting for a GPU."""
+        if self.alone:
+            return list(numbers)
+        return [int(total) for total in self.sum_(torch.tensor(numbers))]
+
+    def first_does(self, action: Callable[[], Result]) -> Result:
+        """Rank 0 acts while the others wait; all return its result, which JSON must hold.
+
+        An exception of rank 0 is raised there, and as TrainError `E-PEER` on the others.
+        """
+        if self._store is None:
+            return action()
+        self._talk(self._store, action if self.first else _nothing)
+        result: Result = self._said(self._store, 0)
+        return result
+
+    def all_do(self, action: Callable[[], Result]) -> list[Result]:
+        """Every rank acts and waits for all; the results, which JSON must hold, go to rank 0.
+
+        The other ranks return an empty list. An exception of one rank is raised there, and as
+        TrainError `E-PEER` on the others.
+        """
+        if self._store is None:
+            return [action()]
+        self._talk(self._store, action)
+        ranks = range(self.layout.ranks) if self.first else ()
+        return [self._said(self._store, rank) for rank in ranks]
+
+    def _talk(self, store: Store, action: Callable[[], Any]) -> None:
+        """Acts, leaves the result in the store, and waits until all ranks have done so."""
+        self._talks += 1
+        problem: Exception | None = None
+        try:
+            words = action()
+        except Exception as error:
+            self.fail()
+            problem, words = error, " ".join(str(error).split()) or repr(error)
+        try:
+            with self._peers("talking to the others"):
+                store.set(f"{self._talks}/{self.layout.rank}", _encode(words))
+                failed = self._meet(self.layout.ranks if problem is None else self.layout.rank)
+                if self._talks > 1:
+                    # All ranks are here, so none still reads what was said before.
+                    store.delete_key(f"{self._talks - 1}/{self.layout.rank}")
+        except TrainError as lost:
+            # What went wrong here matters more than that another rank is gone as well.
+            raise problem or lost from None
+        if problem is not None:
+            raise problem
+        if failed < self.layout.ranks:
+            raise _peer_error(f"rank {failed} failed: {self._said(store, failed)}")
+
+    def _said(self, store: Store, rank: int) -> Any:
+        with self._peers("listening to the others"):
+            return _decode(store.get(f"{self._talks}/{rank}"))
+
+    def _meet(self, number: int) -> int:
+        """Waits for all ranks, open to signals; the least of their numbers."""
+        least = torch.tensor(number)
+        work = dist.all_reduce(least, dist.ReduceOp.MIN, group=self._meeting, async_op=True)
+        assert work is not None
+        pause_s = SHORTEST_POLL_S
+        while not work.is_completed():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_POLL_S)
+        work.wait()
+        return int(least)
+
+    def fail(self) -> bool:
+        """Notes that the run has failed; True for the rank that says so first."""
+        if self._store is None:
+            return True
+        # A second call by the same rank must not find itself beaten.
+        if not self._failed_first:
+            try:
+                self._failed_first = self._store.add(FAILED, 1) == 1
+            except RuntimeError:
+                # The launcher is gone and its store with it: nobody else can be asked.
+                self._failed_first = True
+        return self._failed_first
+
+    @contextmanager
+    def _peers(self, doing: str) -> Iterator[None]:
+        """Turns what torch.distributed raises when a peer is gone or late into one line."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            what = f"rank {self.layout.rank}, {doing}, {_what_befell_a_peer(str(error))}"
+            raise _peer_error(what) from error
+
+
+ALONE = Groups(Layout())
+"""The groups of a process that is the whole run."""
+
+
+@contextmanager
+def open_groups(layout: Layout, device: torch.device, deadline_s: float) -> Iterator[Groups]:
+    """Joins the processes that torchrun started; a rank waits for another `deadline_s` seconds.
+
+    Inside, the first rank that fails raises its error, and the others leave by SystemExit.
+    Raises TrainError `E-GROUP` when the processes do not find each other.
+    """
+    if layout.ranks == 1:
+        yield ALONE
+        return
+    groups = _join(layout, device, deadline_s)
+    try:
+        yield groups
+    except Exception as error:
+        if groups.fail():
+            raise
+        raise SystemExit(USER_ERROR) from error
+    except BaseException:
+        groups.fail()
+        raise
+    dist.destroy_process_group()
+
+
+def _join(layout: Layout, device: torch.device, deadline_s: float) -> Groups:
+    timeout = datetime.timedelta(seconds=deadline_s)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        shared, rank, ranks = next(rendezvous("env://", timeout=timeout))
+        # A restarted group must not read what the one before it left.
+        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"nmoe/{generation}", shared)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("groups", store),
+            rank=rank,
+            world_size=ranks,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        mesh = init_device_mesh(
+            device.type,
+            (layout.expert_replicas, layout.ep),
+            mesh_dim_names=("replica", "expert"),
+        )
+        meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+        assert isinstance(meeting, dist.ProcessGroup)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise TrainError(
+            "E-GROUP",
+            f"the {layout.ranks} processes do not find each other ({reason})",
+            "check MASTER_ADDR and MASTER_PORT, and that every process started",
+        ) from error
+    return Groups(
+        layout,
+        PrefixStore("talks", store),
+        meeting=meeting,
+        expert=mesh.get_group("expert") if layout.ep > 1 else None,
+        replicas=mesh.get_group("replica") if layout.expert_replicas > 1 else None,
+    )
+
+
+def host_name() -> str:
+    """Name of this host, for run.json."""
+    return socket.gethostname()
+
+
+def _encode(said: Any) -> str:
+    """JSON for the store, which takes text of 8 MB at once: names of many tensors compress well."""
+    return base64.b64encode(zlib.compress(json.dumps(said).encode(), level=1)).decode()
+
+
+def _decode(content: bytes) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(content)))
+
+
+def _what_befell_a_peer(text: str) -> str:
+    """What an error of torch.distributed means; its words where they are none of the known ones."""
+    if re.search(r"connection|broken pipe|end of file", text, re.IGNORECASE):
+        return "found that another rank has left"
+    if re.search(r"timed? ?out", text, re.IGNORECASE):
+        return "waited for another rank until its deadline (parallel.rdep.deadline_s)"
+    return f"failed ({' '.join(text.split())})"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _peer_error(what: str) -> TrainError:
+    return TrainError(
+        "E-PEER", what, "see what ended that rank, and run the same command again to go on"
+    )

@@ -1,0 +1,94 @@
+"""What is added over ranks in a step: gradients in flat buckets, and the step's numbers in one.
+
+Every rank's loss is its part of a mean over the global batch, so gradients add up and are divided
+by nothing. A dense weight's gradient is the sum over all ranks. An expert's is already the sum over
+the tokens of its expert-parallel group, whose ranks sent them to it, and what is left to add are
+the other groups' replicas of the same expert.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nmoe_train.model.initialise import STACKED_EXPERTS
+from nmoe_train.parallel.groups import Groups
+
+BUCKET_NUMBERS = 1 << 24
+"""Numbers that travel together: 64 MiB of fp32, enough to fill a link, little beside a model."""
+
+
+@dataclass
+class StepSums:
+    """What a step adds up: scalars by name, and the tokens that each expert got, by layer."""
+
+    scalars: dict[str, Tensor]
+    loads: dict[int, Tensor]
+
+
+@torch.no_grad()
+def reduce_step(model: nn.Module, sums: StepSums, groups: Groups) -> tuple[StepSums, Tensor]:
+    """Adds gradients over ranks in place; returns the sums of all ranks and the gradients' norm.
+
+    The norm (fp32 scalar) and the sums (scalars fp64, loads int64) are the same on every rank.
+    """
+    dense, experts = _gradients(model)
+    _reduce(dense, groups.sum_)
+    _reduce(experts, groups.sum_replicas_)
+    layout = groups.layout
+    # Each rank's part of the square of the norm: what several hold is counted once.
+    part = _square(dense) / layout.ranks
+    if experts:
+        part += _square(experts) / layout.expert_replicas
+    total, square = _add_sums(sums, part, groups)
+    return total, square.sqrt().float()
+
+
+def _add_sums(sums: StepSums, square: Tensor, groups: Groups) -> tuple[StepSums, Tensor]:
+    """One message of fp64, in which counts stay exact up to 2^53."""
+    scalars = torch.stack([square, *(value.double() for value in sums.scalars.values())])
+    flat = torch.cat([scalars, *(load.double() for load in sums.loads.values())])
+    groups.sum_(flat)
+    first, *rest = flat.split([len(scalars), *(load.numel() for load in sums.loads.values())])
+    square, *values = first.unbind()
+    loads = {layer: part.to(torch.int64) for layer, part in zip(sums.loads, rest, strict=True)}
+    return StepSums(dict(zip(sums.scalars, values, strict=True)), loads), square
+
+
+def _gradients(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of dense weights and of experts, in the order of the model."""
+    dense: list[Tensor] = []
+    experts: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} took no part in the step"
+        (experts if STACKED_EXPERTS.search(name) else dense).append(parameter.grad)
+    return dense, experts
+
+
+def _reduce(gradients: Sequence[Tensor], add: Callable[[Tensor], Tensor]) -> None:
+    for bucket in _buckets(gradients):
+        flat = add(torch.cat([gradient.flatten() for gradient in bucket]))
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(
+            bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
+        )
+
+
+def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of gradients of at most BUCKET_NUMBERS numbers, or of one that is larger."""
+    bucket: list[Tensor] = []
+    numbers = 0
+    for gradient in gradients:
+        if bucket and numbers + gradient.numel() > BUCKET_NUMBERS:
+            yield bucket
+            bucket, numbers = [], 0
+        bucket.append(gradient)
+        numbers += gradient.numel()
+    if bucket:
+        yield bucket
+
+
+def _square(gradients: Sequence[Tensor]) -> Tensor:
+    """Sum of all squares, fp64 scalar; norms are taken in fp32, tensor by tensor."""
+    return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()

@@ -1,0 +1,134 @@
+"""Sizes and torchrun's environment say who this process is, or a line says what would fit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from nmoe_train.config import Config
+from nmoe_train.errors import TrainError
+from nmoe_train.parallel import Layout, check_layout, current_layout
+
+Tiny = Callable[..., Config]
+
+
+def started(processes: int, rank: int = 0, local_rank: int | None = None) -> dict[str, str]:
+    """What torchrun tells a process; two hosts share the processes where local_rank is given."""
+    local = processes if local_rank is None else processes // 2
+    place = rank if local_rank is None else local_rank
+    numbers = {
+        "WORLD_SIZE": processes,
+        "RANK": rank,
+        "LOCAL_RANK": place,
+        "LOCAL_WORLD_SIZE": local,
+    }
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def refusal(function: Callable[..., object], *arguments: Any) -> str:
+    with pytest.raises(TrainError) as caught:
+        function(*arguments)
+    assert caught.value.code == "E-LAYOUT"
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture
+def wide(tiny: Tiny) -> Tiny:
+    """A configuration of 12 experts and batches of 24 sequences."""
+    return lambda **overrides: tiny(
+        **{"model.moe.experts": 12, "train.batch_size": 24, **overrides}
+    )
+
+
+def test_a_process_alone_is_the_whole_run(tiny: Tiny) -> None:
+    assert current_layout(tiny(), {}) == Layout()
+    assert current_layout(tiny(), started(1)) == Layout()
+
+
+def test_data_parallelism_follows_from_the_processes(wide: Tiny) -> None:
+    layout = current_layout(wide(**{"parallel.ep": 3}), started(6, rank=4))
+    assert layout == Layout(dp=6, ep=3, rank=4, local_rank=4, local_ranks=6)
+    assert (layout.ranks, layout.data_rank) == (6, 4)
+    assert layout.sizes() == {"dp": 6, "tp": 1, "pp": 1, "ep": 3}
+    other_host = current_layout(wide(**{"parallel.dp": 6}), started(6, rank=4, local_rank=1))
+    assert (other_host.rank, other_host.local_rank, other_host.local_ranks) == (4, 1, 3)
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6), (72, 36)])
+def test_every_expert_is_held_once_by_each_run_of_ep_ranks(dp: int, ep: int) -> None:
+    experts = 2 * ep
+    layouts = [Layout(dp=dp, ep=ep, rank=rank) for rank in range(dp)]
+    for first in range(0, dp, ep):
+        group = layouts[first : first + ep]
+        held = [number for layout in group for number in layout.local_experts(experts)]
+        assert held == list(range(experts))
+    assert [layout.rank for layout in layouts if layout.writes_experts] == list(range(ep))
+    for layout in layouts:
+        same = [other for other in layouts if other.expert_rank == layout.expert_rank]
+        assert layout.expert_replicas == len(same)
+
+
+def test_a_data_rank_counts_replicas() -> None:
+    ranks = [Layout(dp=2, tp=2, pp=1, rank=rank).data_rank for rank in range(4)]
+    assert ranks == [0, 0, 1, 1]
+    assert Layout(dp=2, tp=3, pp=4, ep=6).ranks == 24
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        ({"parallel.tp": 2}, "parallel.tp = 2, and tensor parallelism does not exist yet; set"),
+        ({"parallel.pp": 4}, "parallel.pp = 4, and pipeline parallelism does not exist yet; set"),
+        ({"parallel.ep": 5}, "divide the 12 experts of a layer; the nearest that do are 4 and 6"),
+        ({"parallel.ep": 24}, "divide the 12 experts of a layer; the nearest that do are 12"),
+        (
+            {"parallel.ep": 3, "parallel.dp": 4},
+            "parallel.dp = 4, over whose ranks it folds; the nearest ep that do are 2 and 4; or "
+            "start a multiple of 3 processes",
+        ),
+        (
+            {"parallel.ep": 4, "parallel.dp": 2},
+            "parallel.dp = 2, over whose ranks it folds; the nearest ep that do are 2; or",
+        ),
+    ],
+)
+def test_what_no_number_of_processes_makes_possible_is_refused_by_validate_and_at_the_start(
+    wide: Tiny, sets: dict[str, Any], says: str
+) -> None:
+    config = wide(**sets)
+    assert says in refusal(check_layout, config)
+    assert says in refusal(current_layout, config, started(config.parallel.dp or 24))
+
+
+@pytest.mark.parametrize(
+    ("sets", "processes", "says"),
+    [
+        ({"parallel.dp": 4}, 2, "dp = 4 asks for 4 processes, and 2 started; start `torchrun --np"),
+        ({"parallel.dp": 4}, 1, "or set parallel.dp to 1 or leave it out"),
+        ({"parallel.dp": 1}, 2, "dp = 1 asks for 1 process, and 2 started"),
+        ({}, 5, "24 does not divide over 5 ranks; the nearest that do are 20 and 25"),
+        ({}, 48, "24 does not divide over 48 ranks; the nearest that do are 48"),
+        ({"parallel.ep": 2}, 3, "dp = 3, over whose ranks it folds; the nearest ep that do are 1"),
+        (
+            {"train.micro_batch_size": 8},
+            2,
+            "12 sequences do not divide into micro-batches of train.micro_batch_size = 8; the "
+            "nearest that do are 6 and 12",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_processes_is_refused_at_the_start(
+    wide: Tiny, sets: dict[str, Any], processes: int, says: str
+) -> None:
+    config = wide(**sets)
+    check_layout(config)
+    assert says in refusal(current_layout, config, started(processes))
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["one", "", "-1", "1.0"])
+def test_a_number_of_torchruns_that_is_none_is_refused_and_named(
+    tiny: Tiny, name: str, value: str
+) -> None:
+    assert f"{name} is {value!r}" in refusal(current_layout, tiny(), {**started(1), name: value})
