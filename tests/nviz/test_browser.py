@@ -18,6 +18,7 @@ from browser import (
     wait_for_step,
     watch,
 )
+from nviz.export import write_html
 from playwright.sync_api import Page, expect
 from run_folder import RunFolder, expert_record, record, trained
 
@@ -89,14 +90,36 @@ def test_a_run_page_follows_the_run(page: Page, served: Served) -> None:
     assert page.get_by_test_id("stException").count() == 0
 
 
-def test_the_router_page_shows_both_heat_maps_and_names_the_dead(
-    page: Page, served: Served
-) -> None:
+def test_the_router_page_shows_its_heat_maps_and_names_the_dead(page: Page, served: Served) -> None:
     dead = RunFolder(served.runs, "dead-expert", name="one dead", status="completed")
     dead.append_experts(*[expert_record(step) for step in range(101, 160)])
     page.goto(f"{served.address}/router?run=dead-expert")
-    expect(page.locator(".heatmaplayer image")).to_have_count(2)
+    expect(page.locator(".heatmaplayer image")).to_have_count(3)
     expect(page.get_by_text("layer 2, expert 5")).to_be_visible()
+
+
+def test_slash_goes_to_the_search_and_typing_filters_the_list(page: Page, served: Served) -> None:
+    page.goto(served.address)
+    grid = page.get_by_test_id("stDataFrame")
+    expect(grid).to_contain_text("live run")
+    page.keyboard.press("/")
+    page.keyboard.type("ended")
+    expect(page).to_have_url(re.compile(r"q=ended"))
+    expect(grid).not_to_contain_text("live run")
+    expect(grid).to_contain_text("ended run")
+
+
+def test_an_exported_run_draws_itself_and_asks_nothing(
+    page: Page, served: Served, tmp_path: Path
+) -> None:
+    out = tmp_path / "run.html"
+    write_html(served.runs / "sweep" / "done", out)
+    page.set_content(out.read_text())
+    expect(page.locator(".js-plotly-plot .main-svg").first).to_be_visible()
+    assert page.locator(".js-plotly-plot").count() == page.locator("h2").count()
+    assert page.locator(".heatmaplayer image").count() >= 3
+    page.get_by_text("Settings", exact=True).click()
+    expect(page.get_by_text("model.experts_per_token")).to_be_visible()
 
 
 def test_the_controls_are_kept_in_the_address(page: Page, served: Served) -> None:

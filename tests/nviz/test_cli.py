@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 from browser import free_port
 from nviz import __version__
-from nviz.cli import check_host, is_loopback, main
-from nviz.errors import VizError
+from nviz.cli import is_loopback, main, token_for
 from run_folder import RunFolder, record
 
 
@@ -92,6 +91,38 @@ def test_a_query_prints_a_table_json_lines_or_csv(runs: Path, nviz: Nviz) -> Non
     ]
 
 
+def test_the_last_line_of_a_table_is_its_last_row(runs: Path, nviz: Nviz) -> None:
+    answer = nviz("query", str(runs), "select count(*) from runs")
+    assert answer.stdout.splitlines()[-1] == "1"
+
+
+def test_rows_beyond_the_limit_are_cut_and_said_to_be(runs: Path, nviz: Nviz) -> None:
+    answer = nviz("query", str(runs), "FROM range(9)", "--rows", "3", "--csv")
+    assert answer.stdout.splitlines()[1:] == ["0", "1", "2"]
+    assert "only the first 3 rows" in answer.stderr
+
+
+def test_a_demo_is_written_counted_exported_and_watched(tmp_path: Path, nviz: Nviz) -> None:
+    out = tmp_path / "demo"
+    made = nviz("demo", "--out", str(out), "--runs", "5", "--steps", "40", "--seed", "2")
+    assert made.returncode == 0 and "5 runs of 40 steps" in made.stdout
+    assert nviz("query", str(out), "select count(*) from runs").stdout.split()[-1] == "5"
+    page = tmp_path / "run.html"
+    exported = nviz("export", str(out / "quickstart-0001"), "--html", str(page))
+    assert exported.returncode == 0 and page.stat().st_size > 1e6
+    state = tmp_path / "state.json"
+    first = nviz("alert", str(out), "--once", "--state", str(state))
+    assert first.returncode in (0, 1)
+    again = nviz("alert", str(out), "--once", "--state", str(state))
+    assert again.returncode == first.returncode and again.stdout == ""
+
+
+def test_an_alert_is_a_line_and_exit_code_one(runs: Path, nviz: Nviz) -> None:
+    found = nviz("alert", str(runs), "--once")
+    assert found.returncode == 1
+    assert found.stdout.startswith("raised a [loss not finite] 1 losses not finite lately")
+
+
 def test_an_empty_root_can_be_asked(root: Path, nviz: Nviz) -> None:
     answer = nviz("query", str(root), "SELECT count(*) AS n FROM runs", "--csv")
     assert answer.stdout == "n\n0\n"
@@ -105,14 +136,18 @@ def test_an_empty_root_can_be_asked(root: Path, nviz: Nviz) -> None:
         (["query", "ROOT", "SELECT nothing"], "E-SQL"),
         (["query", "ROOT", "SELECT 1", "--json", "--csv"], "E-QUERY-FORMAT"),
         (["serve", "MISSING"], "E-RUNS-MISSING"),
-        (["serve", "ROOT", "--host", "0.0.0.0"], "E-HOST-TOKEN"),
-        (["serve", "ROOT", "--host", "::"], "E-HOST-TOKEN"),
+        (["serve", "ROOT", "--rules", "MISSING"], "E-ALERT-RULES"),
+        (["alert", "MISSING"], "E-RUNS-MISSING"),
+        (["alert", "ROOT", "--webhook", "file:///etc/passwd"], "E-WEBHOOK"),
+        (["export", "MISSING", "--html", "x.html"], "E-RUN-MISSING"),
+        (["demo", "--out", "OCCUPIED"], "E-DEMO-OUT"),
     ],
 )
 def test_errors_start_with_a_code_and_exit_with_two(
     root: Path, nviz: Nviz, arguments: list[str], code: str
 ) -> None:
-    paths = {"MISSING": str(root / "no"), "ROOT": str(root)}
+    (root.parent / "notes.txt").write_text("mine")
+    paths = {"MISSING": str(root / "no"), "ROOT": str(root), "OCCUPIED": str(root.parent)}
     result = nviz(*[paths.get(argument, argument) for argument in arguments])
     assert result.returncode == 2
     assert result.stderr.startswith(f"error {code}: ")
@@ -133,15 +168,24 @@ def test_a_port_in_use_is_one_clear_error(root: Path, nviz: Nviz) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
 def test_loopback_needs_no_token(host: str) -> None:
     assert is_loopback(host)
-    check_host(host, None)
+    assert token_for(host, None) == ""
+    assert token_for(host, "asked for") == "asked for"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org", "localhost.evil"])
-def test_any_other_host_needs_a_token(host: str) -> None:
-    for missing in (None, ""):
-        with pytest.raises(VizError, match="E-HOST-TOKEN"):
-            check_host(host, missing)
-    check_host(host, "secret")
+def test_any_other_host_gets_a_token_that_nobody_can_guess(host: str) -> None:
+    made = {token_for(host, missing) for missing in (None, "") for _ in range(20)}
+    assert len(made) == 40 and all(len(token) >= 32 for token in made)
+    assert token_for(host, "secret") == "secret"
+
+
+def test_a_token_that_was_made_is_in_the_address_that_is_shown(root: Path) -> None:
+    process = started("serve", str(root), "--host", "0.0.0.0", "--port", str(free_port()))
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert re.fullmatch(r"nviz serves at http://0\.0\.0\.0:\d+/\?token=[\w-]{32}\n", line)
 
 
 def test_the_version_is_one_line(nviz: Nviz) -> None:

@@ -1,13 +1,20 @@
-"""Curves against plain Python: attempts, axes, smoothing, down-sampling, non-finite values."""
+"""Curves against plain Python: attempts, axes, smoothing, down-sampling, non-finite values.
+
+Both ways to a run's rows, tables in DuckDB and single columns, must give the same.
+"""
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
 import numpy as np
 import pytest
 from nviz.queries import curves
+from nviz.queries.curves import Axis, Table
+from nviz.store.columns import ColumnReader
+from nviz.store.events import EventLog
 from nviz.store.run_data import RunData
 from run_folder import START, RunFolder, record
 
@@ -19,25 +26,51 @@ def opened(run: RunFolder) -> RunData:
     return data
 
 
-def crashed(root: Path) -> RunData:
+Read = Callable[..., Table]
+
+
+def from_tables(run: RunFolder, metrics: list[str], axis: Axis = "step") -> Table:
+    """The run's rows by way of DuckDB."""
+    data = opened(run)
+    rank = min(curves.ranks(data.connection), default=0)
+    return curves.table(data.connection, metrics, rank, axis, data.metrics)
+
+
+def from_columns(run: RunFolder, metrics: list[str], axis: Axis = "step") -> Table:
+    """The run's rows from the files' columns."""
+    names = {*metrics, *curves.AXIS_COLUMNS.values()} - {"step"}
+    return curves.table_of(ColumnReader().rows(run.path, sorted(names)), axis)
+
+
+@pytest.fixture(params=[from_tables, from_columns])
+def read(request: pytest.FixtureRequest) -> Read:
+    """Both ways to a run's rows."""
+    found: Read = request.param
+    return found
+
+
+def crashed(root: Path) -> RunFolder:
     """Attempt 1 reached step 161, attempt 2 resumed at 110 and is at 130."""
     run = RunFolder(root, "a")
     run.append(*[record(step, loss=1.0 + step) for step in range(162)])
     run.append(*[record(step, loss=1000.0 + step) for step in range(110, 131)], attempt=2)
-    return opened(run)
+    return run
 
 
-def test_the_later_attempt_wins_from_its_first_step_on(root: Path) -> None:
-    data = crashed(root)
-    found = curves.table(data.connection, ["loss/train"], 0)
+def test_the_later_attempt_wins_from_its_first_step_on(root: Path, read: Read) -> None:
+    run = crashed(root)
+    found = read(run, ["loss/train"])
     shown = curves.curve(found, "loss/train", ~found.superseded)
     expected = {step: 1.0 + step for step in range(110)}
     expected |= {step: 1000.0 + step for step in range(110, 131)}
     assert dict(zip(shown.x, shown.y, strict=True)) == expected
     earlier = curves.curve(found, "loss/train", found.superseded)
     assert earlier.x.tolist() == list(range(110, 162))
+    assert curves.latest_of(found, ["loss/train"]) == {"loss/train": 1130.0}
+    data = opened(run)
     assert curves.last_step(data.connection) == 130
     assert curves.latest(data.connection, 0, ["loss/train"]) == {"loss/train": 1130.0}
+    assert curves.last_step_of(ColumnReader().rows(run.path, [])) == 130
 
 
 def test_evaluations_behind_a_resume_are_left_out_and_a_later_one_wins(root: Path) -> None:
@@ -49,18 +82,19 @@ def test_evaluations_behind_a_resume_are_left_out_and_a_later_one_wins(root: Pat
     run.event("eval", 20, **{"loss/validation": 3.9})
     run.event("eval", 40)
     run.event("checkpoint", 10, commit_ms=1.0)
-    found = curves.evaluations(opened(run).connection)
+    log = EventLog(run.path)
+    log.refresh()
+    found = curves.evaluations(log.events)
     assert found.pop(25) != found.get(25), "not a number"
     assert found == {10: 5.0, 20: 3.9}
 
 
-def test_an_evaluation_between_records_is_placed_between_them(root: Path) -> None:
+def test_an_evaluation_between_records_is_placed_between_them(root: Path, read: Read) -> None:
     run = RunFolder(root, "a")
     run.append(record(10), record(20), record(30))
     run.append(record(20, tokens=99_999_999), attempt=2)
-    data = opened(run)
     for axis, x in (("step", 15.0), ("tokens", (4096 * 11 + 99_999_999) / 2)):
-        found = curves.table(data.connection, ["loss/train"], 0, axis)
+        found = read(run, ["loss/train"], axis)
         found = curves.with_evaluations(found, {15: 2.5}, axis)
         shown = curves.curve(found, "loss/validation", ~found.superseded)
         assert (shown.x.tolist(), shown.y.tolist()) == ([x], [2.5])
@@ -68,7 +102,7 @@ def test_an_evaluation_between_records_is_placed_between_them(root: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_superseded_rows_agree_with_a_plain_count(root: Path, seed: int) -> None:
+def test_superseded_rows_agree_with_a_plain_count(root: Path, seed: int, read: Read) -> None:
     drawn = random.Random(seed)
     run, start = RunFolder(root, "a"), 0
     spans: dict[int, range] = {}
@@ -82,29 +116,29 @@ def test_superseded_rows_agree_with_a_plain_count(root: Path, seed: int) -> None
         for attempt, span in spans.items()
         for step in span
     }
-    found = curves.table(opened(run).connection, [], 0)
+    found = read(run, [])
     keys = zip(found.attempt.tolist(), found.step.tolist(), strict=True)
     assert dict(zip(keys, found.superseded.tolist(), strict=True)) == expected
     shown = found.step[~found.superseded]
     assert len(set(shown.tolist())) == len(shown), "each step once"
 
 
-def test_x_may_be_tokens_or_seconds_and_rows_without_it_are_left_out(root: Path) -> None:
+def test_x_may_be_tokens_or_seconds_and_rows_without_it_are_left_out(
+    root: Path, read: Read
+) -> None:
     run = RunFolder(root, "a")
     run.append(record(0), record(1), record(2, tokens=None), record(4, time_unix_s=None))
-    data = opened(run)
-    tokens = curves.table(data.connection, ["loss/train"], 0, "tokens", data.metrics)
+    tokens = read(run, ["loss/train"], "tokens")
     assert tokens.x.tolist() == [4096, 8192, 5 * 4096]
-    seconds = curves.table(data.connection, ["loss/train"], 0, "time", data.metrics)
+    seconds = read(run, ["loss/train"], "time")
     assert seconds.x.tolist() == [0.0, 0.5, 1.0]
 
 
-def test_an_axis_that_no_row_has_gives_an_empty_table(root: Path) -> None:
+def test_an_axis_that_no_row_has_gives_an_empty_table(root: Path, read: Read) -> None:
     run = RunFolder(root, "a")
     run.append({"step": 0, "loss/train": 1.0})
-    data = opened(run)
     for axis in ("tokens", "time"):
-        assert len(curves.table(data.connection, ["loss/train"], 0, axis, data.metrics).x) == 0
+        assert len(read(run, ["loss/train"], axis).x) == 0
 
 
 def test_ranks_with_skewed_clocks_stay_apart(root: Path) -> None:
@@ -116,13 +150,15 @@ def test_ranks_with_skewed_clocks_stay_apart(root: Path) -> None:
     assert curves.table(data.connection, [], 1).step.tolist() == [0, 1]
 
 
-def test_non_finite_values_are_kept_apart_with_their_steps(root: Path) -> None:
+@pytest.mark.parametrize("sealed", [False, True])
+def test_non_finite_values_are_kept_apart_with_their_steps(
+    root: Path, sealed: bool, read: Read
+) -> None:
     run = RunFolder(root, "a")
     losses = [1.0, math.nan, math.inf, 2.0, -math.inf]
-    run.append(*[record(step, loss=value) for step, value in enumerate(losses)])
-    run.append(record(5, loss__train=None))
-    data = opened(run)
-    found = curves.table(data.connection, ["loss/train"], 0)
+    records = [record(step, loss=value) for step, value in enumerate(losses)]
+    (run.seal if sealed else run.append)(*records, record(5, loss__train=None))
+    found = read(run, ["loss/train"])
     shown = curves.curve(found, "loss/train", ~found.superseded)
     assert shown.y.tolist() == [1.0, 2.0]
     assert shown.bad_step.tolist() == [1, 2, 4]
@@ -132,9 +168,12 @@ def test_non_finite_values_are_kept_apart_with_their_steps(root: Path) -> None:
 def test_the_latest_value_may_be_nan_and_missing_ones_are_looked_past(root: Path) -> None:
     run = RunFolder(root, "a")
     run.append(record(0, loss__validation=3.0), record(1), record(2, loss=math.nan))
-    data = opened(run)
-    found = curves.latest(data.connection, 0, ["loss/train", "loss/validation"])
-    assert math.isnan(found["loss/train"]) and found["loss/validation"] == 3.0
+    names = ["loss/train", "loss/validation"]
+    for found in (
+        curves.latest(opened(run).connection, 0, names),
+        curves.latest_of(from_columns(run, names), names),
+    ):
+        assert math.isnan(found["loss/train"]) and found["loss/validation"] == 3.0
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 0.9, 0.99])
@@ -175,3 +214,15 @@ def test_an_empty_run_has_empty_answers(root: Path) -> None:
     assert curves.last_step(data.connection) is None
     assert len(curves.table(data.connection, ["loss/train"], 0, "step", data.metrics).x) == 0
     assert curves.latest(data.connection, 0, []) == {}
+    rows = ColumnReader().rows(root / "a", ["loss/train"])
+    assert curves.last_step_of(rows) is None
+    assert len(curves.table_of(rows, "time").x) == 0
+    assert curves.latest_of(curves.table_of(rows), ["loss/train"]) == {}
+
+
+def test_a_download_has_null_where_nothing_was_recorded(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.append(record(0, loss=math.nan), record(1, loss__train=None))
+    found = curves.arrow(from_columns(run, ["loss/train"]))
+    assert found["step"].to_pylist() == [0, 1]
+    assert math.isnan(found["loss/train"][0].as_py()) and found["loss/train"][1].as_py() is None

@@ -143,3 +143,42 @@ def test_a_whole_run_can_be_asked(root: Path) -> None:
         .rows
     )
     assert rows == [(120, 119, pytest.approx(3e-4 / 40))]
+
+
+def test_sealed_rows_from_a_later_attempts_first_step_on_are_superseded(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.seal(*map(record, range(6)), part=0)
+    run.seal(*map(record, range(6, 10)), part=1)
+    run.seal(*map(record, range(7, 12)), attempt=2)
+    sql = "SELECT attempt, list(step ORDER BY step) FROM metrics WHERE superseded GROUP BY attempt"
+    assert database(root).query(sql).rows == [(1, [7, 8, 9])]
+    total = database(root).query("SELECT count(*) FROM metrics WHERE NOT superseded").rows
+    assert total == [(12,)]
+
+
+def test_a_part_is_only_read_by_the_query_that_asks_for_it(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.seal(*map(record, range(5)))
+    base = database(root)
+    (run.path / "metrics" / "1-0-000.parquet").unlink()
+    assert base.query("SELECT count(*) FROM runs").rows == [(1,)]
+    with pytest.raises(VizError, match=r"^E-SQL: "):
+        base.query("SELECT count(*) FROM metrics")
+
+
+def test_a_broken_part_is_named_and_the_rest_can_be_asked(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.seal(*map(record, range(5)))
+    (run.path / "metrics" / "1-0-001.parquet").write_bytes(b"no")
+    base = database(root)
+    assert base.query("SELECT count(*) FROM metrics").rows == [(5,)]
+    assert len(base.problems) == 1 and base.problems[0].startswith("a: 1-0-001.parquet: unreadable")
+
+
+def test_no_other_file_below_the_runs_can_be_read(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.seal(record(0))
+    base = database(root)
+    for name in ("run.json", "metrics/../run.json"):
+        with pytest.raises(VizError, match=r"^E-SQL: "):
+            base.query(f"FROM read_text('{run.path / name}')")

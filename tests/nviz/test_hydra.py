@@ -6,17 +6,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import nmoe_data.hydra.filter.run as filter_run
+import numpy as np
 import nviz
+import pyarrow.parquet as pq
 import pytest
-from hydra_heads import make_heads
-from hydra_labels import write_label_folder
-from inline_executor import InlineExecutor
+from hydra_folders import write_hydra_folders
 from judge_server import hidden_scores
-from nmoe_data.hydra.calibrate import CurvePoint
-from nmoe_data.hydra.filter import FilterSettings, filter_corpus
-from nmoe_data.hydra.heads import open_heads, save_heads
-from nmoe_data.hydra.report import make_report
+from nmoe_data.hydra.heads import open_heads
 from nviz.queries import hydra
 from nviz.store.hydra import HydraIndex
 from streamlit.testing.v1 import AppTest
@@ -36,26 +32,8 @@ def lines_of(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with labels, heads, a filtered corpus and a report."""
-    from dataclasses import replace
-
     folder = tmp_path_factory.mktemp("hydra")
-    texts = lines_of(folder)
-    write_label_folder(folder / "labels", texts, {"judge": hidden_scores})
-    heads = make_heads(folder / "heads", texts)
-    assert heads.calibration is not None
-    points = tuple(
-        CurvePoint(at / 10, (1 - at / 10,) * 3, (at / 10,) * 3, (float("nan"),) * 3)
-        for at in range(11)
-    )
-    save_heads(
-        folder / "heads", replace(heads, calibration=replace(heads.calibration, curve=points))
-    )
-    source = folder / "a.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filter_run, "ProcessExecutor", InlineExecutor)
-        filter_corpus(str(source), folder / "heads", folder / "filtered", FilterSettings())
-    make_report(folder / "heads", folder / "labels", folder / "report")
+    write_hydra_folders(folder, lines_of(folder))
     return folder
 
 
@@ -168,6 +146,84 @@ def test_a_report_shows_agreement_and_examples_by_band(full: Path, open_page: Op
     assert len(app.get("plotly_chart")) == 2
     bands = [item.label.split("\\:")[0] for item in app.expander]
     assert bands == sorted(bands, key=["drop", "band", "keep"].index) and len(set(bands)) >= 2
+
+
+def test_dragged_thresholds_move_the_lines_and_say_what_they_keep(
+    full: Path, open_page: Open
+) -> None:
+    app = open_page(folder="corpus/heads")
+    own = metrics(app)
+    moved = open_page(folder="corpus/heads", thresholds=["0.25", "0.85"])
+    drawn = json.loads(moved.get("plotly_chart")[0].proto.spec)
+    assert [shape["x0"] for shape in drawn["layout"]["shapes"]] == [0.25, 0.85]
+    # The curve of the fixture: at threshold t a share 1 - t is kept, of precision t.
+    assert metrics(moved)["Kept"] == "15.0 %" and metrics(moved)["Dropped"] == "25.0 %"
+    assert metrics(moved)["Band, to the judge"] == "60.0 %"
+    assert metrics(moved)["Precision of the kept"] == "0.85 [0.85, 0.85]"
+    assert metrics(moved)["Recall of the kept"] == "–"
+    assert own["Kept"] != "15.0 %"
+    for made_up in (["x", "y"], ["-1", "7"], ["0.9", "0.1"], ["0.5"]):
+        assert metrics(open_page(folder="corpus/heads", thresholds=made_up))["Kept"]
+
+
+def test_acceptance_is_read_between_its_points_and_unknown_outside() -> None:
+    curve = [
+        {"threshold": at / 4, "share": [1 - at / 4, 0.9 - at / 4, 1.0], "precision": [at / 8]}
+        for at in range(1, 4)
+    ]
+    found = hydra.acceptance({"curve": curve})
+    assert found is not None
+    assert found.at("share kept", 0.375) == pytest.approx((0.625, 0.525, 1.0))
+    assert found.at("precision", 0.5)[0] == 0.25
+    for unknown in (*found.at("precision", 0.1), *found.at("recall", 0.5)):
+        assert unknown != unknown
+
+
+def test_dragged_thresholds_count_the_documents_of_a_corpus(full: Path, open_page: Open) -> None:
+    folder = full / "corpus" / "filtered"
+    quality = [
+        value
+        for path in (folder / "scores").glob("*.parquet")
+        for value in pq.read_table(path, columns=["quality"])["quality"].to_pylist()
+    ]
+    found = hydra.band_counts(folder, 0.45, 0.6)
+    assert found == {
+        "drop": sum(value < 0.45 for value in quality),
+        "band": sum(0.45 <= value < 0.6 for value in quality),
+        "keep": sum(value >= 0.6 for value in quality),
+    }
+    app = open_page(folder="corpus/filtered", thresholds=["0.45", "0.6"])
+    assert f"{found['drop']} dropped, {found['band']} in the band" in words(app)
+
+
+def test_predicted_scores_are_those_of_the_parts(full: Path, open_page: Open) -> None:
+    folder = full / "corpus" / "filtered"
+    rows = [
+        scores
+        for path in (folder / "scores").glob("*.parquet")
+        for scores in pq.read_table(path, columns=["scores"])["scores"].to_pylist()
+    ]
+    found = hydra.predicted_scores(folder, ["helpfulness"])
+    assert found.dimensions == ["helpfulness", *(f"dimension {at}" for at in range(2, 6))]
+    for at in range(5):
+        values = np.clip(np.round([scores[at] for scores in rows if scores]), 0, 5)
+        assert found.count_DS[at].tolist() == [int((values == score).sum()) for score in range(6)]
+    assert "Scores" in titles(open_page(folder="corpus/filtered"))
+
+
+def test_examples_follow_the_thresholds_and_the_chosen_band(full: Path, open_page: Open) -> None:
+    content = json.loads((full / "corpus" / "report" / "report.json").read_text())
+    quality = [entry["quality"] for entry in content["examples"]]
+    low, high = 0.4, 0.52
+    keep = sum(value >= high for value in quality)
+    assert 0 < keep < len(quality)
+    address = {"folder": "corpus/report", "thresholds": ["0.4", "0.52"]}
+    app = open_page(**address, band="keep")
+    assert [item.label.split("\\:")[0] for item in app.expander] == ["keep"] * keep
+    dropped = sum(value < low for value in quality)
+    assert f"{dropped} drop, {len(quality) - keep - dropped} band, {keep} keep" in words(app)
+    none = open_page(folder="corpus/report", thresholds=["0", "1"], band="keep")
+    assert not none.expander and "No example lies in this band" in words(none)
 
 
 def test_text_of_documents_stays_text(full: Path, open_page: Open) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import duckdb
 import pytest
-from nviz.store import run_data
 from nviz.store.parse import experts_table, metrics_table, parse_lines
 from nviz.store.run_data import ROWS, RunData
 from run_folder import RunFolder, expert_record, plain, record
@@ -257,25 +256,6 @@ def test_events_keep_their_order_and_their_other_fields(root: Path) -> None:
     rows = opened(run).connection.execute("SELECT event, step, detail FROM events").fetchall()
     assert [row[:2] for row in rows] == [("start", 0), ("fault", 3)]
     assert json.loads(rows[1][2]) == {"rank": 1, "reason": "\ud800 odd"}
-
-
-def test_expert_rows_are_thinned_evenly_and_the_newest_stays(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_data, "EXPERT_STEPS", 32)
-    run = RunFolder(root, "a")
-    run.seal_experts(*[expert_record(step, 2, 4) for step in range(50)])
-    run.append_experts(*[expert_record(step, 2, 4) for step in range(50, 101)])
-    data = opened(run)
-
-    def steps() -> list[int]:
-        rows = data.connection.execute("SELECT step FROM experts ORDER BY step").fetchall()
-        return [row[0] for row in rows]
-
-    assert steps() == list(range(0, 101, 4))
-    run.append_experts(expert_record(101, 2, 4))
-    data.refresh()
-    assert steps() == [*range(0, 101, 4), 101]
 
 
 def random_lines(seed: int) -> bytes:

@@ -4,7 +4,6 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-import duckdb
 import pytest
 from nviz.store import Workspace
 from nviz.store.runs import RunIndex
@@ -15,7 +14,7 @@ from run_folder import RunFolder, record, trained
 def summary(root: Path, run_id: str = "a") -> Summary:
     """The summary of one run under `root`."""
     run = RunIndex(root).refresh()[run_id]
-    return Summaries(duckdb.connect(":memory:")).summary(run)
+    return Summaries().summary(run)
 
 
 def test_sealed_and_live_rows_make_one_curve(root: Path) -> None:

@@ -92,8 +92,12 @@ def watch() -> Watch:
 
 @pytest.fixture
 def page(browser: Browser, watch: Watch) -> Iterator[Page]:
-    """A fresh page; at its end nothing may have been asked of another host or complained about."""
-    context = browser.new_context(viewport={"width": 1280, "height": 720})
+    """A fresh page; at its end nothing may have been asked of another host or complained about.
+
+    All pages share one context, and with it the cache of Streamlit's scripts.
+    """
+    known = browser.contexts
+    context = known[0] if known else browser.new_context(viewport={"width": 1280, "height": 720})
     context.set_default_timeout(PATIENCE_MS)
     expect.set_options(timeout=PATIENCE_MS)
     page = context.new_page()
@@ -103,7 +107,7 @@ def page(browser: Browser, watch: Watch) -> Iterator[Page]:
     page.on("response", lambda answer: note_answer(watch, answer.status, answer.url))
     page.on("console", lambda message: note_message(watch, message.type, message.text))
     yield page
-    context.close()
+    page.close()
     assert watch.outside == []
     assert watch.errors == []
 
@@ -117,7 +121,7 @@ def note_request(watch: Watch, url: str) -> None:
 
 def note_answer(watch: Watch, status: int, url: str) -> None:
     """Keep failed answers. On a deep link Streamlit first looks for itself below that link."""
-    searching = re.search(r"/(run|router|configuration|sql)/_stcore/", url)
+    searching = re.search(r"127\.0\.0\.1:\d+/[a-z]+/_stcore/", url)
     if status >= 400 and not searching:
         watch.errors.append(f"{status} {url}")
 

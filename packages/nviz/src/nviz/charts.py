@@ -11,8 +11,9 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from nviz.queries.compare import Band, Line
 from nviz.queries.curves import Array, Axis, Curve, Table, curve, downsample, smooth
-from nviz.queries.experts import LayerLoads, LoadMap
+from nviz.queries.experts import ImbalanceMap, LayerLoads, LoadMap
 from nviz.queries.hydra import Acceptance, Agreement, Quality, Scores
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
@@ -20,6 +21,7 @@ BAD = "#D55E00"
 GREY = "#8C8C8C"
 # On a dark page the two blues change places: the darker one would be hard to see.
 DARK_PALETTE = ("#56B4E9", *PALETTE[1:4], "#0072B2", *PALETTE[5:])
+MOST_NAMED = 12
 TIME_UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
@@ -96,6 +98,9 @@ def panel_figure(table: Table, panel: Panel, view: View) -> Drawing | None:
     figure.update_layout(showlegend=len(shown) > 1 or view.earlier)
     figure.update_xaxes(title_text=title)
     figure.update_yaxes(title_text=panel.unit)
+    if all(y >= 0 for trace in figure.data for y in trace.y):
+        # A constant would stand in the middle of a range that begins below zero.
+        figure.update_yaxes(rangemode="nonnegative")
     if view.log and panel.log:
         _use_log_scale(figure)
     return Drawing(figure, bad)
@@ -119,11 +124,8 @@ def add_baseline(figure: go.Figure, y: float, label: str) -> None:
 
 def _with_unit(table: Table, axis: Axis) -> tuple[Table, str]:
     """The table with time in a unit that fits its span, and the axis' title."""
-    if axis != "time":
-        return table, axis
-    longest = float(table.x.max(initial=0.0))
-    name, seconds = next((u for u in TIME_UNITS if longest >= 3 * u[1]), TIME_UNITS[-1])
-    return replace(table, x=table.x / seconds), f"{name} since the start"
+    seconds, title = _x_unit([table.x], axis)
+    return replace(table, x=table.x / seconds), title
 
 
 def _use_log_scale(figure: go.Figure) -> None:
@@ -236,6 +238,88 @@ def _add_bad(figure: go.Figure, found: Curve, label: str) -> None:
     )
 
 
+DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def line_style(at: int, dark: bool) -> dict[str, object]:
+    """Colour and dash of line number `at`: colours first, then the same ones dashed."""
+    palette = DARK_PALETTE if dark else PALETTE
+    return {
+        "color": palette[at % len(palette)],
+        "dash": DASHES[at // len(palette) % len(DASHES)],
+        "width": 1.6,
+    }
+
+
+def compare_figure(found: list[Line], styles: dict[str, int], view: View) -> go.Figure:
+    """Curves of several runs; `styles` gives each label its number, the same in every chart."""
+    figure = base_figure(320)
+    unit, title = _x_unit([line.x for line in found], view.axis)
+    for line in found:
+        name, style = html.escape(line.label), line_style(styles[line.label], view.dark)
+        figure.add_trace(
+            go.Scatter(
+                x=line.x / unit,
+                y=line.y,
+                name=name,
+                mode="lines" if len(line.x) > 1 else "markers",
+                line=style,
+                hovertemplate="%{y:.5g}",
+            )
+        )
+        if len(line.bad_x):
+            places = Curve(line.x / unit, line.y, line.bad_x / unit, line.bad_x, line.bad_words)
+            _add_bad(figure, places, name)
+    _finish_comparison(figure, title, view, many=len(found) > MOST_NAMED)
+    return figure
+
+
+def band_figure(found: list[Band], view: View) -> go.Figure:
+    """Mean of each group as a line, from lowest to highest as an area."""
+    figure = base_figure(320)
+    unit, title = _x_unit([band.x for band in found], view.axis)
+    for at, band in enumerate(found):
+        name, style = html.escape(f"{band.label} ({band.runs})"), line_style(at, view.dark)
+        x = band.x / unit
+        if band.runs > 1:
+            figure.add_trace(
+                go.Scatter(
+                    x=np.concatenate([x, x[::-1]]),
+                    y=np.concatenate([band.high, band.low[::-1]]),
+                    fill="toself",
+                    fillcolor=style["color"],
+                    opacity=0.18,
+                    line={"width": 0},
+                    hoverinfo="skip",
+                    showlegend=False,
+                )
+            )
+        figure.add_trace(
+            go.Scatter(x=x, y=band.mean, name=name, line=style, hovertemplate="%{y:.5g}")
+        )
+    _finish_comparison(figure, title, view, many=len(found) > MOST_NAMED)
+    return figure
+
+
+def _x_unit(xs: list[Array], axis: Axis) -> tuple[float, str]:
+    """What to divide x by so that time is in a unit that fits its span, and the axis' title."""
+    if axis != "time":
+        return 1.0, axis
+    longest = max((float(x.max(initial=0.0)) for x in xs), default=0.0)
+    name, seconds = next((u for u in TIME_UNITS if longest >= 3 * u[1]), TIME_UNITS[-1])
+    return seconds, f"{name} since the start"
+
+
+def _finish_comparison(figure: go.Figure, title: str, view: View, many: bool) -> None:
+    # Fifty names would leave no room for the curves: the pointer tells them.
+    figure.update_layout(showlegend=not many, hovermode="closest" if many else "x unified")
+    if many:
+        figure.update_traces(hovertemplate="%{fullData.name}: %{y:.5g}<extra></extra>")
+    figure.update_xaxes(title_text=title)
+    if view.log:
+        _use_log_scale(figure)
+
+
 def load_map_figure(found: LoadMap, height: int = 300) -> go.Figure:
     """Heat map of one layer: experts upward, steps to the right; 1 is an even share."""
     return _heat_map(
@@ -262,6 +346,21 @@ def layer_loads_figure(found: LayerLoads, height: int = 300) -> go.Figure:
     return figure
 
 
+def imbalance_map_figure(found: ImbalanceMap, height: int = 300) -> go.Figure:
+    """Heat map of all layers: layers upward, steps to the right; 1 is even."""
+    figure = _heat_map(
+        found.imbalance_LS,
+        found.step_S.tolist(),
+        [str(layer) for layer in found.layers],
+        ("step", "layer"),
+        "layer %{y}, step %{x}: busiest %{z:.2f}× the mean<extra></extra>",
+        height,
+        lowest=1.0,
+    )
+    figure.update_yaxes(type="category")
+    return figure
+
+
 def _heat_map(
     values: NDArray[np.float64],
     x: list[int],
@@ -269,6 +368,7 @@ def _heat_map(
     titles: tuple[str, str],
     hover: str,
     height: int,
+    lowest: float = 0.0,
 ) -> go.Figure:
     finite = values[np.isfinite(values)]
     # One expert far above the others must not turn all the rest into one colour.
@@ -277,10 +377,11 @@ def _heat_map(
     figure.update_layout(hovermode="closest")
     figure.add_trace(
         go.Heatmap(
-            z=np.round(values, 3).tolist(),
+            # As bytes: a quarter of the text, and nothing to parse.
+            z=values.astype(np.float32),
             x=x,
             y=y,
-            zmin=0.0,
+            zmin=lowest,
             zmax=top,
             colorscale="Viridis",
             colorbar={
@@ -335,7 +436,9 @@ def quality_figure(found: Quality, thresholds: dict[str, float], view: View) -> 
             )
     figure.update_layout(barmode="stack", bargap=0.05, showlegend=True)
     figure.update_xaxes(title_text="quality", range=[0, 1])
-    figure.update_yaxes(title_text="documents")
+    # Room above the bars for the thresholds' names.
+    highest = float(sum(found.count_B.values(), np.zeros(1)).max())
+    figure.update_yaxes(title_text="documents", range=[0, 1.2 * highest or 1])
     _add_thresholds(figure, thresholds)
     return figure
 
@@ -387,7 +490,8 @@ def agreement_figure(found: list[Agreement], view: View) -> go.Figure:
         )
     figure.add_hline(y=0, line={"color": GREY, "dash": "dash", "width": 1.2})
     figure.update_layout(scattermode="group", showlegend=True)
-    figure.update_yaxes(title_text="Spearman", range=[-0.3, 1.05])
+    lows = [item.numbers["spearman"][1] for item in found if "spearman" in item.numbers]
+    figure.update_yaxes(title_text="Spearman", range=[min([-0.3, *lows]) - 0.02, 1.05])
     return figure
 
 

@@ -1,8 +1,13 @@
-"""`nviz serve RUNS` shows run folders in a browser; `nviz query RUNS SQL` asks them by SQL."""
+"""The command line: serve, query, export and alert read run folders; demo writes some to try.
+
+`alert --write-events` is the only one that writes into a run folder, a line of events at a time.
+"""
 
 import csv
 import json
+import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -17,9 +22,10 @@ import typer
 
 from nviz import __version__
 from nviz.errors import VizError
-from nviz.variables import RUNS_VARIABLE, TOKEN_VARIABLE
+from nviz.variables import RULES_VARIABLE, RUNS_VARIABLE, TOKEN_VARIABLE
 
 if TYPE_CHECKING:
+    from nviz.alerts import Change, Rule
     from nviz.store.database import Answer
 
 app = typer.Typer(
@@ -78,14 +84,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_host(host: str, token: str | None) -> None:
-    """Raises VizError `E-HOST-TOKEN` if others could reach the dashboard without a token."""
-    if not is_loopback(host) and not token:
-        raise VizError(
-            "E-HOST-TOKEN",
-            f"{host} can be reached from other machines, and no token is set",
-            f"give --token or {TOKEN_VARIABLE}, or leave --host out",
-        )
+def token_for(host: str, given: str | None) -> str:
+    """The token that every session must give: `given`, or a new one if others can reach `host`."""
+    if given or is_loopback(host):
+        return given or ""
+    return secrets.token_urlsafe(24)
 
 
 def check_port(host: str, port: int) -> None:
@@ -113,10 +116,10 @@ def check_folder(runs: Path) -> None:
         )
 
 
-def address(host: str, port: int) -> str:
-    """The dashboard's address for a browser."""
+def address(host: str, port: int, token: str = "") -> str:
+    """The dashboard's address for a browser, with the token that opens it."""
     name = f"[{host}]" if ":" in host else host
-    return f"http://{name}:{port}"
+    return f"http://{name}:{port}" + (f"/?token={token}" if token else "")
 
 
 def announce(line: str, interrupted: threading.Event) -> None:
@@ -156,16 +159,23 @@ def serve(
         str | None,
         typer.Option(
             envvar=TOKEN_VARIABLE,
-            help="Ask every visitor for this (?token=...); needed for a host that others can reach",
+            help="Ask every visitor for this (?token=...); a host that others can reach gets a new "
+            "one if none is given",
         ),
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="Alert rules in TOML; left out, a common set")
     ] = None,
 ) -> None:
     """Show the runs in a browser until Ctrl-C."""
     check_folder(runs)
-    check_host(host, token)
+    asked_for = token_for(host, token)
     check_port(host, port)
+    if rules is not None:
+        _rules(rules)
     os.environ[RUNS_VARIABLE] = str(runs.resolve())
-    os.environ[TOKEN_VARIABLE] = token or ""
+    os.environ[TOKEN_VARIABLE] = asked_for
+    os.environ[RULES_VARIABLE] = str(rules.resolve()) if rules else ""
     if HAS_SIGNAL_MASK:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     from streamlit import config
@@ -174,7 +184,9 @@ def serve(
     options = STREAMLIT_OPTIONS | colours() | {"server_address": host, "server_port": port}
     bootstrap.load_config_options(options)
     config.set_option("logger.hideWelcomeMessage", True)
-    line, interrupted = f"nviz serves at {address(host, port)}", threading.Event()
+    # Only a token that was made here is shown: who gave one knows it.
+    shown = address(host, port, "" if token else asked_for)
+    line, interrupted = f"nviz serves at {shown}", threading.Event()
     threading.Thread(target=announce, args=(line, interrupted), daemon=True).start()
     bootstrap.run(str(Path(__file__).parent / "app" / "main.py"), False, [], options)
     if interrupted.is_set():
@@ -187,35 +199,140 @@ def query(
     sql: Annotated[str, typer.Argument(help="One SELECT over the views runs, metrics, events")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a row")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a head line")] = False,
+    rows: Annotated[int, typer.Option(help="Most rows to print", min=1)] = 1_000_000,
+    seconds: Annotated[float, typer.Option(help="Longest time for the statement", min=0.1)] = 60.0,
 ) -> None:
     """Answer read-only SQL. Names with a slash need double quotes: "loss/train"."""
     check_folder(runs)
     if as_json and as_csv:
         raise VizError("E-QUERY-FORMAT", "--json and --csv exclude each other", "give one of them")
-    answer = _answer(runs, sql)
+    answer = _answer(runs, sql, rows, seconds)
     if as_json:
         _print_json(answer.columns, answer.rows)
     elif as_csv:
         _print_csv(answer.columns, answer.rows)
     else:
         _print_table(answer.columns, answer.rows)
+    if answer.truncated:
+        typer.echo(f"warning only the first {rows:,} rows; give --rows for more", err=True)
 
 
-def _answer(runs: Path, sql: str) -> "Answer":
-    from nviz.store.database import Database
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="One run's folder")],
+    html: Annotated[Path, typer.Option("--html", help="File to write")],
+) -> None:
+    """Write one run as one HTML file that needs nothing else: to keep, or to send."""
+    from nviz.export import write_html
+
+    size = write_html(run, html)
+    typer.echo(f"{html}, {size / 2**20:.1f} MiB")
+
+
+@app.command()
+def alert(
+    runs: Runs,
+    rules: Annotated[
+        Path | None, typer.Option(help="Rules in TOML; left out, a common set")
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once; exit code 1 if a rule is broken")
+    ] = False,
+    every: Annotated[float, typer.Option(help="Seconds between looks", min=1)] = 30.0,
+    webhook: Annotated[str | None, typer.Option(help="POST each change there as JSON")] = None,
+    write_events: Annotated[
+        bool, typer.Option("--write-events", help="Also add a line to the run's events.jsonl")
+    ] = False,
+    state: Annotated[
+        Path | None, typer.Option(help="File that remembers what was told, for repeated --once")
+    ] = None,
+) -> None:
+    """Watch runs by rules and tell each alert once when it is raised, once when it is over."""
+    check_folder(runs)
+    from nviz.alerts import Watch, Webhook
+
+    logging.basicConfig(format="warning %(message)s", level=logging.WARNING)
+    watch = Watch(
+        runs,
+        _rules(rules),
+        webhook=Webhook(webhook) if webhook else None,
+        write_events=write_events,
+        memory=state,
+    )
+    while True:
+        for change in watch.look(time.time()):
+            typer.echo(_told(change))
+        if once:
+            raise typer.Exit(1 if watch.raised else 0)
+        time.sleep(every)
+
+
+def _rules(path: Path | None) -> "tuple[Rule, ...]":
+    from nviz.alerts import DEFAULT_RULES, read_rules
+
+    return read_rules(path) if path else DEFAULT_RULES
+
+
+def _told(change: "Change") -> str:
+    """A change on one line; what comes from a run cannot break it."""
+    found = change.alert
+    line = f"{change.state} {found.run} [{found.rule}] {found.what}"
+    return "".join(sign if sign.isprintable() else "?" for sign in line)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="New folder for the runs")],
+    runs: Annotated[int, typer.Option(help="How many runs", min=1, max=10_000)] = 24,
+    steps: Annotated[int, typer.Option(help="Steps of each run", min=1, max=1_000_000)] = 2000,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal numbers", min=0)] = 0,
+) -> None:
+    """Write seeded, realistic run folders to try the dashboard on. Interrupted, it goes on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from nviz.demo import Progress, write_demo
+
+    last = Progress(runs, runs, 0)
+    columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    silent = not sys.stderr.isatty()
+    bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=silent)
+    task = bar.add_task("runs", total=runs)
+
+    def show(now: Progress) -> None:
+        nonlocal last
+        last = now
+        # From the first run on: an error before it is one line alone.
+        bar.start()
+        bar.update(task, completed=now.done)
+
+    try:
+        write_demo(out, runs=runs, steps=steps, seed=seed, progress=show)
+    finally:
+        bar.stop()
+    typer.echo(
+        f"{runs} runs of {steps:,} steps in {out}, {last.size_bytes / 2**20:,.0f} MiB written"
+    )
+    typer.echo(f"look at them: nviz serve {out}")
+
+
+def _answer(runs: Path, sql: str, rows: int, seconds: float) -> "Answer":
+    from nviz.store.database import Database, needs_metrics
     from nviz.store.runs import RunIndex
 
-    needs_metrics = any(name in sql.lower() for name in ("metrics", "events"))
     try:
-        database = Database(RunIndex(runs).refresh().values(), metrics=needs_metrics)
+        database = Database(RunIndex(runs).refresh().values(), metrics=needs_metrics(sql))
     except RuntimeError as error:
         # So DuckDB names a Ctrl-C that came while it worked.
         if str(error) != "Query interrupted":
             raise
         raise KeyboardInterrupt from error
+    for problem in database.problems:
+        typer.echo(f"warning {problem}", err=True)
     # In another thread, as a long statement in the main one keeps Python from seeing Ctrl-C.
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(database.query, sql)
+        answer = pool.submit(database.query, sql, rows, seconds)
         try:
             return answer.result()
         except KeyboardInterrupt:
@@ -248,12 +365,15 @@ def _print_table(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table()
+    table = Table(box=None, pad_edge=False)
     for name in columns:
         table.add_column(Text(name), overflow="fold")
     for row in rows:
         table.add_row(*(Text("" if value is None else str(value)) for value in row))
-    Console().print(table)
+    console = Console()
+    with console.capture() as printed:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def main() -> None:

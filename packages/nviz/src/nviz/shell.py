@@ -6,16 +6,30 @@ are only looked up in the index. Text that comes from runs is escaped before it 
 """
 
 import hmac
+import io
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import plotly.graph_objects as go
+import pyarrow as pa
+import pyarrow.csv
 import streamlit as st
 
+from nviz.alerts import (
+    DEFAULT_RULES,
+    Alert,
+    Rule,
+    broken_rules,
+    facts_of_files,
+    facts_of_summary,
+    read_rules,
+)
 from nviz.errors import VizError
 from nviz.formats import escaped, status
-from nviz.store import Run, Workspace
-from nviz.variables import RUNS_VARIABLE, TOKEN_VARIABLE
+from nviz.store import Run, Summary, Workspace
+from nviz.variables import RULES_VARIABLE, RUNS_VARIABLE, TOKEN_VARIABLE
 
 REFRESH_S = 2.0
 BADGE_COLOURS = {
@@ -69,6 +83,60 @@ def workspace() -> Workspace:
         st.title("No runs folder")
         st.error(escaped(str(error)))
         st.stop()
+
+
+@st.cache_resource(show_spinner=False)
+def _rules(path: str) -> tuple[Rule, ...]:
+    return read_rules(Path(path)) if path else DEFAULT_RULES
+
+
+def rules() -> tuple[Rule, ...]:
+    """The alert rules that the server was started with."""
+    return _rules(os.environ.get(RULES_VARIABLE, ""))
+
+
+def alerts_of(runs: Sequence[Run], known: Mapping[str, Summary]) -> dict[str, list[str]]:
+    """Names of the rules that runs break now, by key, from their summaries."""
+    heat, now, asked = workspace().heat, time.time(), rules()
+    found = {}
+    for run in runs:
+        if run.key in known:
+            facts = facts_of_summary(run, known[run.key], heat)
+            names = [alert.rule for alert in broken_rules(run, facts, asked, now)]
+            if names:
+                found[run.key] = names
+    return found
+
+
+def alert_lines(run: Run) -> None:
+    """The rules that `run` breaks now, each with its reason."""
+    space = workspace()
+    facts = facts_of_files(run, space.columns, space.heat)
+    found: list[Alert] = broken_rules(run, facts, rules(), time.time())
+    for alert in found:
+        st.warning(
+            f"**{escaped(alert.rule)}**: {escaped(alert.what)}.",
+            icon=":material/notifications_active:",
+        )
+
+
+SLASH_FOCUSES_SEARCH = """
+export default function () {
+  const focus = (event) => {
+    const typing = /^(INPUT|TEXTAREA)$/.test(document.activeElement?.tagName ?? "");
+    if (event.key !== "/" || typing || event.ctrlKey || event.metaKey || event.altKey) return;
+    const field = document.querySelector('input[aria-label^="Search"]');
+    if (field) { event.preventDefault(); field.focus(); field.select(); }
+  };
+  document.addEventListener("keydown", focus);
+  return () => document.removeEventListener("keydown", focus);
+}
+"""
+
+
+def search_by_keyboard() -> None:
+    """Lets the key `/` go to the page's search field."""
+    st.components.v2.component("nviz_search_key", js=SLASH_FOCUSES_SEARCH)(key="search_key")
 
 
 def header(title: str, line: str) -> None:
@@ -181,14 +249,51 @@ def show_problems(problems: list[str]) -> None:
             st.text(problem)
 
 
+def chart(figure: go.Figure, key: str, alt: str) -> None:
+    """A figure whose menu saves it as a PNG, drawn in the browser, named by its key."""
+    picture = {"format": "png", "scale": 2, "filename": key}
+    config = {"displaylogo": False, "toImageButtonOptions": picture}
+    st.plotly_chart(figure, key=key, config=config, alt=alt)
+
+
+def csv_button(name: str, table: Callable[[], pa.Table], label: str = "CSV") -> None:
+    """A button that downloads a table as `<name>.csv`; it is made only when asked for."""
+
+    def content() -> bytes:
+        out = io.BytesIO()
+        pyarrow.csv.write_csv(table(), out)
+        return out.getvalue()
+
+    st.download_button(
+        label,
+        content,
+        file_name=f"{name}.csv",
+        mime="text/csv",
+        key=f"csv {name}",
+        on_click="ignore",
+        type="tertiary",
+        icon=":material/download:",
+    )
+
+
 def is_dark() -> bool:
     """Whether the reader looks at the dark theme."""
     return bool(st.context.theme.type == "dark")
 
 
 def live(draw: Callable[[Run], None], run: Run) -> None:
-    """Draw now, and again every two seconds as long as the run may grow."""
+    """Draw now, and again every two seconds as long as the run may grow and the reader follows it.
+
+    Streamlit draws a chart that changed anew, and a zoom into it is lost: so one can stop.
+    """
     state = run.status
+    following = run.is_live and st.toggle(
+        "Follow the run",
+        value=True,
+        key="follow",
+        bind="query-params",
+        help="New steps are drawn every two seconds. Off, charts stay as they are, with their zoom",
+    )
 
     def refresh() -> None:
         found = current(run)
@@ -196,4 +301,4 @@ def live(draw: Callable[[Run], None], run: Run) -> None:
             st.rerun()
         draw(found)
 
-    st.fragment(refresh, run_every=REFRESH_S if run.is_live else None)()
+    st.fragment(refresh, run_every=REFRESH_S if following else None)()

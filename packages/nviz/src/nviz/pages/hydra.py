@@ -1,5 +1,8 @@
 """The judge pipeline: labels, heads, filtered corpora and reports, through their files alone."""
 
+import math
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import duckdb
@@ -14,7 +17,7 @@ from nviz.charts import (
     score_figure,
 )
 from nviz.queries import hydra
-from nviz.queries.hydra import Agreement, Example
+from nviz.queries.hydra import Acceptance, Agreement, Example, Triple
 from nviz.store import HydraFolder
 
 TITLES = {
@@ -27,6 +30,9 @@ LINE = "A judge grades a sample, small heads learn its grades, a corpus is filte
 START_HINT = "nmoe-data hydra label my-texts --model NAME --base-url URL --out runs/labels"
 NUMBERS = {"spearman": "Spearman", "pearson": "Pearson", "mae": "MAE", "f1_at_3": "F1 at 3"}
 BANDS = ("drop", "band", "keep")
+LIST_PX = 480
+# Names in the session and in the address.
+THRESHOLDS, BAND = "thresholds", "band"
 
 
 def empty() -> None:
@@ -46,6 +52,8 @@ def choose(found: dict[str, HydraFolder]) -> HydraFolder:
 
     def take() -> None:
         st.query_params["folder"] = st.session_state["hydra_choice"]
+        # They belong to the folder that was shown before.
+        st.session_state.pop(THRESHOLDS, None)
 
     st.selectbox(
         "Folder",
@@ -63,11 +71,6 @@ def choose(found: dict[str, HydraFolder]) -> HydraFolder:
         )
         st.stop()
     return found[key]
-
-
-def chart(figure: Any, key: str, alt: str) -> None:
-    """A figure in the house's way."""
-    st.plotly_chart(figure, key=key, config={"displaylogo": False}, alt=alt)
 
 
 def tiles(facts: dict[str, str]) -> None:
@@ -101,7 +104,7 @@ def labels(item: HydraFolder, view: View) -> None:
     with left:
         shell.section("Scores", "Share of each score by dimension. A judge that gives one score "
                       "to all teaches nothing.")  # fmt: skip
-        chart(score_figure(scores, view), "scores", "Share of each score by dimension")
+        shell.chart(score_figure(scores, view), "scores", "Share of each score by dimension")
     with right:
         shell.section("Status", "Each failure under its own name; unscored is never a low score.")
         st.dataframe(
@@ -111,16 +114,67 @@ def labels(item: HydraFolder, view: View) -> None:
         )
 
 
-def acceptance(calibration: object, view: View) -> None:
-    """The acceptance curve, or that there is none."""
+def acceptance(calibration: object, view: View) -> Acceptance | None:
+    """The acceptance curve with thresholds to drag, or that there is none; returns what is drawn,
+    with the thresholds as the reader left them.
+    """
     shell.section(
-        "Acceptance", "What keeping all documents from a quality on keeps, on held-out labels."
+        "Acceptance",
+        "What keeping all documents from a quality on keeps, on held-out labels. Drag the "
+        "thresholds: below the left one is dropped, from the right one on kept, between them is "
+        "the band for the judge.",
     )
     found = hydra.acceptance(calibration)
     if found is None:
         st.info("Not calibrated yet: run nmoe-data hydra calibrate.")
-        return
-    chart(acceptance_figure(found, view), "acceptance", "Acceptance by quality")
+        return None
+    found = dragged(found)
+    shell.chart(acceptance_figure(found, view), "acceptance", "Acceptance by quality")
+    if found.threshold:
+        consequences(found)
+    return found
+
+
+def dragged(found: Acceptance) -> Acceptance:
+    """`found` with the thresholds of the slider; where it was not moved, with its own."""
+    drop = found.thresholds.get("drop", 0.0)
+    keep = found.thresholds.get("keep", 1.0)
+    low, high = (min(1.0, max(0.0, round(value, 2))) for value in sorted((drop, keep)))
+    own = low, high
+    chosen = st.slider(
+        "Thresholds", 0.0, 1.0, own, 0.01, key=THRESHOLDS, bind="query-params", width=520
+    )
+    if chosen == own:
+        return found
+    return replace(found, thresholds={"drop": chosen[0], "keep": chosen[1]})
+
+
+def consequences(found: Acceptance) -> None:
+    """What the thresholds mean: shares, and how good the kept part is."""
+    drop, keep = found.thresholds.get("drop", 0.0), found.thresholds.get("keep", 1.0)
+    kept, above = found.at("share kept", keep)[0], found.at("share kept", drop)[0]
+    tiles(
+        {
+            "Kept": percent(kept),
+            "Band, to the judge": percent(above - kept),
+            "Dropped": percent(1 - above),
+            "Precision of the kept": with_interval(found.at("precision", keep)),
+            "Recall of the kept": with_interval(found.at("recall", keep)),
+        }
+    )
+
+
+def percent(share: float) -> str:
+    """A share in percent, a dash for none."""
+    return f"{100 * share:.1f} %" if math.isfinite(share) else "–"
+
+
+def with_interval(numbers: Triple) -> str:
+    """A number with two digits, and its interval where it is known."""
+    value, low, high = numbers
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]" if math.isfinite(low) else f"{value:.2f}"
 
 
 def heads(item: HydraFolder, view: View) -> None:
@@ -164,11 +218,13 @@ def filtered(item: HydraFolder, view: View) -> None:
         shell.section("Decided by", "The probe, the judge head, the judge itself, or the band.")
         rows = sorted(decided.items()) if isinstance(decided, dict) else []
         st.dataframe(formats.table(["by", "documents"], rows), hide_index=True, key="decided")
-    examples(hydra.dropped_examples(item.folder), "A random sample of what was dropped.")
+    dropped = hydra.dropped_examples(item.folder)
+    predicted(item, dropped, view)
+    examples(dropped, "A random sample of what was dropped.")
 
 
 def quality(item: HydraFolder, view: View) -> None:
-    """The distribution of quality in the parts that are whole."""
+    """The distribution of quality in the parts that are whole, with the thresholds to drag."""
     try:
         found = hydra.quality_counts(item.folder)
     except duckdb.Error:
@@ -177,11 +233,37 @@ def quality(item: HydraFolder, view: View) -> None:
     used = item.content.get("heads")
     calibration = used.get("calibration") if isinstance(used, dict) else None
     marks = hydra.acceptance(calibration)
-    chart(
+    marks = dragged(marks) if marks else None
+    shell.chart(
         quality_figure(found, marks.thresholds if marks else {}, view),
         "quality",
         "Documents by quality and decision",
     )
+    if marks:
+        drop, keep = marks.thresholds.get("drop", 0.0), marks.thresholds.get("keep", 1.0)
+        counts = hydra.band_counts(item.folder, drop, keep)
+        st.caption(
+            f"With these thresholds, by quality alone: {counts['drop']:,} dropped, "
+            f"{counts['band']:,} in the band for the judge, {counts['keep']:,} kept."
+        )
+
+
+def predicted(item: HydraFolder, dropped: list[Example], view: View) -> None:
+    """The scores that heads or judge gave in the parts that are whole."""
+    names = list(dropped[0].scores) if dropped else []
+    try:
+        found = hydra.predicted_scores(item.folder, names)
+    except duckdb.Error:
+        return
+    if found.count_DS.any():
+        shell.section(
+            "Scores",
+            "Share of each score by dimension, rounded, of whoever spoke last. Heads that give "
+            "one score to all learned nothing.",
+        )
+        shell.chart(
+            score_figure(found, view), "predicted scores", "Share of each score by dimension"
+        )
 
 
 def report(item: HydraFolder, view: View) -> None:
@@ -197,10 +279,40 @@ def report(item: HydraFolder, view: View) -> None:
             "Agreement",
             "On the untouched test part, with 95 % intervals. Zero means nothing learned.",
         )
-        chart(agreement_figure(found, view), "agreement", "Spearman's correlation by dimension")
+        shell.chart(
+            agreement_figure(found, view), "agreement", "Spearman's correlation by dimension"
+        )
         st.dataframe(agreement_table(found), hide_index=True, key="agreement table")
-    acceptance(item.content.get("acceptance"), view)
-    examples(hydra.report_examples(item.content), "Documents of each band, with scores and text.")
+    marks = acceptance(item.content.get("acceptance"), view)
+    by_band(hydra.report_examples(item.content), marks)
+
+
+def by_band(found: list[Example], marks: Acceptance | None) -> None:
+    """Examples in the bands that the thresholds make, of the chosen band."""
+    if marks and {"drop", "keep"} <= marks.thresholds.keys():
+        drop, keep = marks.thresholds["drop"], marks.thresholds["keep"]
+        found = [
+            replace(example, band=hydra.band_of(example.quality, drop, keep))
+            if math.isfinite(example.quality)
+            else example
+            for example in found
+        ]
+    counts = Counter(example.band for example in found)
+    if not found:
+        return
+    band = st.segmented_control(
+        "Examples",
+        ["all", *BANDS],
+        default="all",
+        required=True,
+        key=BAND,
+        bind="query-params",
+    )
+    chosen = [example for example in found if band in ("all", example.band)]
+    words = ", ".join(f"{counts[name]} {name}" for name in BANDS)
+    examples(chosen, f"With scores and text; bands follow the thresholds: {words}.")
+    if not chosen:
+        st.info("No example lies in this band. Move the thresholds, or choose another band.")
 
 
 def agreement_table(found: list[Agreement]) -> Any:
@@ -218,7 +330,7 @@ def agreement_table(found: list[Agreement]) -> Any:
     return formats.table(["head", "dimension", "documents", *NUMBERS.values(), "verdict"], rows)
 
 
-def interval(numbers: tuple[float, float, float] | None) -> str:
+def interval(numbers: Triple | None) -> str:
     """A number and its interval, a dash for none."""
     if numbers is None or numbers[0] != numbers[0]:
         return "–"
@@ -232,11 +344,12 @@ def examples(found: list[Example], line: str) -> None:
         return
     shell.section("Examples", line)
     order = {name: at for at, name in enumerate(BANDS)}
-    for example in sorted(found, key=lambda item: order.get(item.band, len(order))):
-        with st.expander(formats.escaped(f"{example.band}: {example.line}")):
-            scores = (f"{name} {value:.2f}" for name, value in example.scores.items())
-            st.caption(formats.escaped(", ".join(scores)))
-            st.code(example.text, language=None, wrap_lines=True)
+    with st.container(height=LIST_PX if len(found) > 8 else "content", border=False):
+        for example in sorted(found, key=lambda item: order.get(item.band, len(order))):
+            with st.expander(formats.escaped(f"{example.band}: {example.line}")):
+                scores = (f"{name} {value:.2f}" for name, value in example.scores.items())
+                st.caption(formats.escaped(", ".join(scores)))
+                st.code(example.text, language=None, wrap_lines=True)
 
 
 SHOWN = {"labels": labels, "heads": heads, "filter": filtered, "report": report}

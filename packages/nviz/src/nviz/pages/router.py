@@ -1,38 +1,22 @@
 """The router's health: load of each expert over time and by layer, imbalance, idle experts."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import streamlit as st
 
 from nviz import formats, shell
-from nviz.charts import Panel, View, layer_loads_figure, load_map_figure, panel_figure
-from nviz.queries import curves, experts
-from nviz.queries.experts import Idle, LayerLoads, LoadMap
-from nviz.store import Run, RunData
-
-PANELS = (
-    Panel(
-        "Load imbalance",
-        "Busiest expert over the mean. 1 is even; above 2, the slowest rank waits for one expert.",
-        {"imbalance": "router/load_imbalance"},
-        unit="max / mean",
-    ),
-    Panel(
-        "Router entropy",
-        "How undecided the router is. A fall to 0 means that few experts get everything.",
-        {"entropy": "router/entropy"},
-        unit="nats",
-    ),
-    Panel(
-        "Bias range",
-        "Spread of the balancing bias. A steady rise means that it fights the router.",
-        {"bias range": "router/bias_range"},
-    ),
-    Panel(
-        "Dropped tokens",
-        "Rows beyond an expert's capacity. It should be 0 unless a capacity is set.",
-        {"dropped": "router/dropped"},
-    ),
+from nviz.charts import (
+    View,
+    imbalance_map_figure,
+    layer_loads_figure,
+    load_map_figure,
+    panel_figure,
 )
+from nviz.panels import ROUTER_PANELS
+from nviz.queries import curves, experts
+from nviz.queries.experts import Idle, ImbalanceMap, LayerLoads, LoadMap
+from nviz.store import Run
 
 NAMED = 6
 
@@ -77,64 +61,81 @@ def busiest_line(loads: LayerLoads) -> str:
     )
 
 
-def read(data: RunData, layer: int | None) -> tuple[LoadMap | None, LayerLoads | None]:
-    """The two heat maps' values."""
-    loads = experts.last_loads(data.connection)
-    found = experts.load_map(data.connection, layer) if layer is not None else None
-    return found, loads
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the page shows of a run's expert loads; no loads, no `at`."""
+
+    over_steps: LoadMap
+    at: LayerLoads | None
+    imbalance: ImbalanceMap
+    looked_at: int
+    idle: list[Idle]
+    problems: list[str]
 
 
-def heat_maps(found: LoadMap | None, loads: LayerLoads | None, layer: int | None) -> None:
-    """Experts over steps for one layer, and layers over experts at the newest step."""
+def read(run: Run, layer: int | None, step: int | None) -> Found:
+    """The heat maps' values and the idle experts."""
+    with shell.workspace().experts(run) as loads:
+        blocks, problems = loads.blocks(), loads.problems()
+    return Found(
+        experts.load_map(blocks, -1 if layer is None else layer),
+        experts.loads_at(blocks, step),
+        experts.imbalance_map(blocks),
+        *experts.idle_experts(blocks),
+        problems,
+    )
+
+
+def heat_maps(found: Found, loads: LayerLoads, layer: int | None) -> None:
+    """Experts over steps for one layer, layers over experts at a step, layers over steps."""
     left, right = st.columns(2, gap="medium")
-    if found is not None and len(found.step_S):
+    if len(found.over_steps.step_S):
         with left:
             shell.section(
                 f"Layer {layer}: experts over steps",
                 "1× is an even share. Look for experts that stay dark (idle) or bright (crowded).",
             )
-            st.plotly_chart(
-                load_map_figure(found),
-                key="load map",
-                config={"displaylogo": False},
-                alt=f"Load of each expert of layer {layer} over steps",
-            )
-    if loads is not None:
-        with right:
-            shell.section("Layers by experts, newest step", busiest_line(loads))
-            st.plotly_chart(
-                layer_loads_figure(loads),
-                key="layer loads",
-                config={"displaylogo": False},
-                alt="Load of every expert of every layer at the newest step",
-            )
+            alt = f"Load of each expert of layer {layer} over steps"
+            shell.chart(load_map_figure(found.over_steps), "load map", alt)
+            shell.csv_button("load-map", lambda: experts.load_map_table(found.over_steps))
+    with right:
+        shell.section(f"Layers by experts, step {loads.step:,}", busiest_line(loads))
+        alt = f"Load of every expert of every layer at step {loads.step}"
+        shell.chart(layer_loads_figure(loads), "layer loads", alt)
+        shell.csv_button("layer-loads", lambda: experts.layer_loads_table(loads))
+    if len(found.imbalance.layers) > 1:
+        shell.section(
+            "Imbalance by layer over steps",
+            "Busiest expert over the mean. A bright row is a layer to choose above.",
+        )
+        alt = "Load imbalance of every layer over steps"
+        shell.chart(imbalance_map_figure(found.imbalance, 240), "imbalance map", alt)
 
 
 def draw(run: Run) -> None:
     """Everything as of now."""
-    layer = st.session_state.get("layer_choice")
-    with shell.workspace().data(run) as data:
-        found, loads = read(data, layer)
-        looked_at, idle = experts.idle_experts(data.connection)
-        ranks = curves.ranks(data.connection)
-        names = [name for panel in PANELS for name in panel.metrics.values()]
-        table = curves.table(data.connection, names, min(ranks, default=0), "step", data.metrics)
-        problems = data.problems()
-    drawings = [(panel, panel_figure(table, panel, View(dark=shell.is_dark()))) for panel in PANELS]
+    layer, step = st.session_state.get("layer_choice"), st.session_state.get("at")
+    found = read(run, layer, step)
+    names = [name for panel in ROUTER_PANELS for name in panel.metrics.values()]
+    rows = shell.workspace().columns.rows(run.folder, names)
+    table = curves.table_of(rows)
+    drawings = [
+        (panel, panel_figure(table, panel, View(dark=shell.is_dark()))) for panel in ROUTER_PANELS
+    ]
     shown = [(panel, drawing) for panel, drawing in drawings if drawing]
-    if loads is None and not shown:
+    if found.at is None and not shown:
         nothing(run)
-    if loads is not None:
-        idle_line(looked_at, idle)
-        heat_maps(found, loads, layer)
+    if found.at is not None:
+        idle_line(found.looked_at, found.idle)
+        heat_maps(found, found.at, layer)
     for i in range(0, len(shown), 2):
         for column, (panel, drawing) in zip(
             st.columns(2, gap="medium"), shown[i : i + 2], strict=False
         ):
             with column:
                 shell.section(panel.title, panel.line)
-                st.plotly_chart(drawing.figure, key=f"chart {panel.title}", alt=panel.title)
-    shell.show_problems(problems)
+                shell.chart(drawing.figure, f"chart {panel.title}", panel.title)
+    shell.show_problems([*found.problems, *rows.problems])
 
 
 def nothing(run: Run) -> None:
@@ -148,9 +149,9 @@ def nothing(run: Run) -> None:
 
 
 def choose_layer(run: Run) -> None:
-    """The choice of a layer, kept in the address."""
-    with shell.workspace().data(run) as data:
-        layers = experts.layers(data.connection)
+    """The choices of a layer and a step, kept in the address."""
+    with shell.workspace().experts(run) as loads:
+        layers = experts.layers(loads.blocks())
     if len(layers) < 2:
         st.session_state["layer_choice"] = layers[0] if layers else None
         return
@@ -161,7 +162,20 @@ def choose_layer(run: Run) -> None:
     def take() -> None:
         st.query_params["layer"] = str(st.session_state["layer_choice"])
 
-    st.selectbox("MoE layer", layers, key="layer_choice", on_change=take, width=140)
+    with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
+        st.selectbox("MoE layer", layers, key="layer_choice", on_change=take, width=140)
+        st.number_input(
+            "Step",
+            min_value=0,
+            max_value=2**53 - 1,
+            value=None,
+            step=1,
+            key="at",
+            bind="query-params",
+            placeholder="newest",
+            width=160,
+            help="For layers by experts: the newest recorded step at or before this one",
+        )
 
 
 def page() -> None:

@@ -1,81 +1,22 @@
 """One run's curves: loss, speed, gradient norm, learning rates, step time; live while it trains."""
 
 import time
+from dataclasses import dataclass
 
 import pyarrow as pa
 import streamlit as st
 
 from nviz import formats, shell
 from nviz.charts import Drawing, Panel, View, add_baseline, panel_figure
+from nviz.panels import LOSS, RUN_PANELS
 from nviz.queries import curves
-from nviz.queries.curves import Axis
-from nviz.store import Run, RunData
+from nviz.queries.curves import AXIS_COLUMNS, Axis, Table
+from nviz.store import Event, Run
 
-LOSS = Panel(
-    "Loss",
-    "Nats per token. It should fall and flatten, with validation close to training; "
-    "crosses mark NaN or infinity.",
-    {"training": "loss/train", "validation": "loss/validation"},
-    unit="nats per token",
-    points=frozenset({"validation"}),
-    log=True,
-    height=330,
-)
-PANELS = (
-    Panel(
-        "Tokens per second",
-        "Training speed. Look for drops: slow data, a checkpoint, a slow rank.",
-        {"tokens per second": "tokens_per_s"},
-        unit="tokens/s",
-    ),
-    Panel(
-        "Gradient norm",
-        "Before clipping. Spikes announce a loss spike; a steady rise is a warning.",
-        {"gradient norm": "grad_norm"},
-        log=True,
-    ),
-    Panel(
-        "Learning rates",
-        "Warm-up, plateau and decay as planned, for each group of weights.",
-        {"dense": "lr/dense", "router": "lr/router", "expert": "lr/expert"},
-    ),
-    Panel(
-        "Step time",
-        "Where a step's milliseconds go. The parts should be level; data should be near 0.",
-        {
-            "whole step": "step_ms",
-            "data": "time_ms/data",
-            "forward": "time_ms/forward",
-            "backward": "time_ms/backward",
-            "optimizer": "time_ms/optimizer",
-        },
-        unit="ms",
-    ),
-    Panel(
-        "Loss terms",
-        "Means, before their coefficients. Balance rises with uneven load, z-loss with growing "
-        "router logits.",
-        {
-            "cross-entropy": "loss/ce",
-            "balance, unscaled": "loss/balance",
-            "z-loss, unscaled": "loss/z",
-        },
-        log=True,
-    ),
-    Panel(
-        "Memory",
-        "Peak close to the device's size risks running out.",
-        {
-            "peak": "memory/peak_gib",
-            "reserved": "memory/reserved_gib",
-            "allocated": "memory/allocated_gib",
-        },
-        unit="GiB",
-    ),
-)
 SHOWN = ("loss/train", "loss/validation", "tokens_per_s", "step_ms", "mfu", "tokens")
 SMOOTHING = {"Off": 0.0, "0.6": 0.6, "0.9": 0.9, "0.98": 0.98}
 AXES: dict[str, Axis] = {"Step": "step", "Tokens": "tokens", "Time": "time"}
+AXES_OF = tuple(name for name in AXIS_COLUMNS.values() if name != "step")
 
 
 EVENT_COLUMNS = {
@@ -125,7 +66,7 @@ def tiles(run: Run, latest: dict[str, float], step: int | None) -> None:
     shown = step if step is not None else run.step
     validation = run.results.get("loss/validation", latest.get("loss/validation"))
     facts = {
-        "Step": f"{formats.count(shown)} / {formats.count(run.steps)}",
+        "Step": f"{formats.count(shown)} / {_few_signs(run.steps)}",
         "Training loss": formats.value(latest.get("loss/train")),
         "Validation loss": formats.value(validation),
         "Tokens/s": formats.short(latest.get("tokens_per_s")),
@@ -137,6 +78,11 @@ def tiles(run: Run, latest: dict[str, float], step: int | None) -> None:
     }
     for column, (label, value) in zip(st.columns(len(facts)), facts.items(), strict=True):
         column.metric(label, value)
+
+
+def _few_signs(count: int | None) -> str:
+    """A whole number that fits beside another one."""
+    return formats.short(count) if count is not None and count >= 1e5 else formats.count(count)
 
 
 def facts(run: Run) -> list[str]:
@@ -167,60 +113,69 @@ def show(panel: Panel, drawing: Drawing, baseline: float | None = None) -> None:
     shell.section(panel.title, panel.line)
     if baseline is not None:
         add_baseline(drawing.figure, baseline, "unigram baseline")
-    st.plotly_chart(
-        drawing.figure, key=f"chart {panel.title}", config={"displaylogo": False}, alt=panel.title
-    )
+    shell.chart(drawing.figure, f"chart {panel.title}", panel.title)
     bad_line(drawing)
 
 
-def read(
-    data: RunData, view: View, rank: int
-) -> tuple[dict[str, Drawing], dict[str, float], int | None]:
-    """All that the page needs of the run's tables, read in one go."""
-    panels = (LOSS, *PANELS)
-    metrics = [name for panel in panels for name in panel.metrics.values()]
-    losses = curves.evaluations(data.connection)
-    found = curves.table(data.connection, metrics, rank, view.axis, data.metrics)
-    found = curves.with_evaluations(found, losses, view.axis)
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the page shows of a run's files."""
+
+    drawings: dict[str, Drawing]
+    latest: dict[str, float]
+    step: int | None
+    events: list[Event]
+    table: Table
+    problems: tuple[str, ...]
+
+
+def read(run: Run, view: View) -> Found:
+    """All that the page needs of the run's files."""
+    space = shell.workspace()
+    panels = (LOSS, *RUN_PANELS)
+    metrics = {name for panel in panels for name in panel.metrics.values()} | {*SHOWN, *AXES_OF}
+    rows = space.columns.rows(run.folder, sorted(metrics))
+    happened = space.events(run)
+    losses = curves.evaluations(happened)
+    found = curves.with_evaluations(curves.table_of(rows, view.axis), losses, view.axis)
     drawings = {panel.title: panel_figure(found, panel, view) for panel in panels}
-    present = [name for name in SHOWN if name in data.metrics]
-    latest = curves.latest(data.connection, rank, present)
+    latest = curves.latest_of(found, SHOWN)
     if losses:
-        latest.setdefault(curves.VALIDATION, losses[max(losses)])
-    return (
+        latest[curves.VALIDATION] = losses[max(losses)]
+    return Found(
         {title: drawing for title, drawing in drawings.items() if drawing},
         latest,
-        curves.last_step(data.connection),
+        curves.last_step_of(rows),
+        happened,
+        found,
+        rows.problems,
     )
 
 
-def events(data: RunData) -> pa.Table:
+def events_table(happened: list[Event]) -> pa.Table:
     """The newest 200 events, the newest first."""
-    rows = data.connection.execute(
-        "SELECT time_unix_s, event, step, detail FROM events ORDER BY seq DESC LIMIT 200"
-    ).fetchall()
     return formats.table(
         ["time", "event", "step", "detail"],
         [
-            (formats.moment(when), event, step, "" if detail == "{}" else detail)
-            for when, event, step, detail in rows
+            (formats.moment(item.time_unix_s), item.event, item.step, item.detail_text)
+            for item in happened[:-201:-1]
         ],
     )
 
 
 def draw(run: Run, view: View) -> None:
     """Status, newest values and curves as of now."""
-    with shell.workspace().data(run) as data:
-        ranks = curves.ranks(data.connection)
-        drawings, latest, step = read(data, view, ranks[0] if ranks else 0)
-        happened, problems = events(data), data.problems()
+    found = read(run, view)
     shell.status_line(run, facts(run))
-    tiles(run, latest, step)
-    if not drawings:
-        nothing(run, view, recorded=step is not None)
+    shell.alert_lines(run)
+    tiles(run, found.latest, found.step)
+    if not found.drawings:
+        nothing(run, view, recorded=found.step is not None)
     else:
-        charts(run, drawings)
-    if happened.num_rows:
+        charts(run, found.drawings)
+        shell.csv_button("curves", lambda: curves.arrow(found.table), "Curves as CSV")
+    if found.events:
+        happened = events_table(found.events)
         shell.section("Events", "Starts, checkpoints, evaluations and faults, the newest first.")
         st.dataframe(
             happened,
@@ -229,14 +184,14 @@ def draw(run: Run, view: View) -> None:
             height=min(220, 38 + 35 * happened.num_rows),
             key="events",
         )
-    shell.show_problems(problems)
+    shell.show_problems(list(found.problems))
 
 
 def charts(run: Run, drawings: dict[str, Drawing]) -> None:
     """Loss over the full width, the other panels two in a row."""
     if LOSS.title in drawings:
         show(LOSS, drawings[LOSS.title], run.results.get("loss/unigram"))
-    rest = [panel for panel in PANELS if panel.title in drawings]
+    rest = [panel for panel in RUN_PANELS if panel.title in drawings]
     for i in range(0, len(rest), 2):
         for column, panel in zip(st.columns(2, gap="medium"), rest[i : i + 2], strict=False):
             with column:

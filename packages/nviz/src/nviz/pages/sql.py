@@ -8,7 +8,11 @@ from nviz import formats, shell
 from nviz.errors import VizError
 
 MOST_ROWS = 10_000
-EXAMPLE = """SELECT run, max(step) AS steps, min("loss/train") AS best_loss
+# Of `runs` alone, as it is answered as soon as the page is opened.
+EXAMPLE = """SELECT run, name, status, step, steps, results->>'loss/validation' AS validation
+FROM runs
+ORDER BY started_unix_s DESC"""
+METRICS_EXAMPLE = """SELECT run, max(step) AS steps, min("loss/train") AS best_loss
 FROM metrics
 WHERE NOT superseded AND isfinite("loss/train")
 GROUP BY run
@@ -19,7 +23,7 @@ def answer(sql: str) -> None:
     """Run the query and show its rows, or why it was refused."""
     started = time.perf_counter()
     try:
-        taken, database = shell.workspace().database()
+        taken, database = shell.workspace().database(sql)
         found = database.query(sql, MOST_ROWS)
     except VizError as error:
         st.error("The query was refused.")
@@ -43,7 +47,10 @@ def page() -> None:
     sql = st.text_area(
         "Query", EXAMPLE, height=150, key="sql", bind="query-params", label_visibility="collapsed"
     )
-    st.button("Run query", type="primary", icon=":material/play_arrow:")
+    with st.container(horizontal=True, gap="small"):
+        st.button("Run query", type="primary", icon=":material/play_arrow:")
+        with st.popover("An example with metrics"):
+            st.code(METRICS_EXAMPLE, language="sql")
     if sql and sql.strip():
         answer(sql)
 

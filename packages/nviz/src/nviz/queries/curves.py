@@ -2,15 +2,18 @@
 values.
 """
 
-import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from nviz.store.columns import Rows
+from nviz.store.events import Event
 from nviz.store.parse import non_finite_word, number
 from nviz.store.run_data import ROWS, one_row, quoted
 
@@ -19,6 +22,7 @@ Axis = Literal["step", "tokens", "time"]
 
 BUCKETS = 500
 VALIDATION = "loss/validation"
+AXIS_COLUMNS: dict[Axis, str] = {"step": "step", "tokens": "tokens", "time": "time_unix_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +89,47 @@ def table(
     )
 
 
-def evaluations(connection: duckdb.DuckDBPyConnection) -> dict[int, float]:
+def table_of(rows: Rows, axis: Axis = "step") -> Table:
+    """The columns of a run with x along `axis`, as `table` gives them; rows without an x are left
+    out. Time is in seconds from the run's first record.
+    """
+    x = _x_of(rows, axis)
+    keep = np.isfinite(x)
+    return Table(
+        step=rows.step.astype(np.float64)[keep],
+        x=x[keep],
+        attempt=rows.attempt[keep],
+        superseded=rows.superseded[keep],
+        values={name: column.values[keep] for name, column in rows.columns.items()},
+        present={name: column.present[keep] for name, column in rows.columns.items()},
+    )
+
+
+def _x_of(rows: Rows, axis: Axis) -> Array:
+    if axis == "step":
+        return rows.step.astype(np.float64)
+    column = rows.columns.get(AXIS_COLUMNS[axis])
+    if column is None:
+        return np.full(len(rows.step), np.nan)
+    if axis == "tokens":
+        return column.values
+    finite = column.values[np.isfinite(column.values)]
+    return column.values - finite.min() if len(finite) else column.values
+
+
+def evaluations(events: Iterable[Event]) -> dict[int, float]:
     """`loss/validation` of the evaluation events by step, without those that a later attempt,
     resumed before them, has left behind.
     """
     found: dict[int, float] = {}
-    for event, step, detail in connection.execute(
-        "SELECT event, step, detail FROM events "
-        "WHERE event IN ('eval', 'resume') AND step IS NOT NULL ORDER BY seq"
-    ).fetchall():
-        loss = number(json.loads(detail).get(VALIDATION))
-        if event == "resume":
-            found = {known: value for known, value in found.items() if known <= step}
-        elif loss is not None:
-            found[step] = loss
+    for item in events:
+        if item.step is None:
+            continue
+        loss = number(item.detail.get(VALIDATION))
+        if item.event == "resume":
+            found = {known: value for known, value in found.items() if known <= item.step}
+        elif item.event == "eval" and loss is not None:
+            found[item.step] = loss
     return found
 
 
@@ -126,7 +157,7 @@ def with_evaluations(found: Table, losses: dict[int, float], axis: Axis) -> Tabl
 
 
 def _axis_sql(axis: Axis, known: list[str] | None) -> str:
-    source = {"step": "step", "tokens": "tokens", "time": "time_unix_s"}[axis]
+    source = AXIS_COLUMNS[axis]
     if axis == "step":
         return "step"
     if known is not None and source not in known:
@@ -150,17 +181,16 @@ def curve(found: Table, metric: str, rows: NDArray[np.bool_]) -> Curve:
 def smooth(y: Array, weight: float) -> Array:
     """Exponential moving average with the start's bias taken out; `weight` 0 leaves `y` as it is.
 
-    With weight w the average after n values is sum(w^(n-i) y_i) / sum(w^(n-i)). `y` is finite.
+    With weight w the average after n values is sum(w^(n-i) y_i) / sum(w^(n-i)). The sums double
+    the number of values that they reach over in each pass. `y` is finite.
     """
     if weight <= 0.0 or len(y) == 0:
         return y
-    out = np.empty_like(y)
-    total = scale = 0.0
-    for i, value in enumerate(y.tolist()):
-        total = weight * total + value
-        scale = weight * scale + 1.0
-        out[i] = total / scale
-    return out
+    total, reach, factor = y.astype(np.float64), 1, weight
+    while reach < len(y) and factor > 1e-18:
+        total[reach:] += factor * total[:-reach]
+        reach, factor = 2 * reach, factor * factor
+    return np.asarray(total * (1.0 - weight) / (1.0 - weight ** np.arange(1, len(y) + 1)))
 
 
 def downsample(x: Array, y: Array, buckets: int = BUCKETS) -> tuple[Array, Array]:
@@ -203,3 +233,37 @@ def last_step(connection: duckdb.DuckDBPyConnection) -> int | None:
         connection, "SELECT max(step) FROM rows WHERE attempt = (SELECT max(attempt) FROM rows)"
     )
     return None if step is None else int(step)
+
+
+def latest_of(found: Table, metrics: Sequence[str]) -> dict[str, float]:
+    """The newest recorded value of each of `metrics` that `found` has; it may be non-finite."""
+    newest = {}
+    for name in metrics:
+        if name not in found.present:
+            continue
+        rows = np.flatnonzero(found.present[name] & ~found.superseded)
+        if len(rows):
+            row = rows[np.argmax(found.step[rows])]
+            newest[name] = float(found.values[name][row])
+    return newest
+
+
+def last_step_of(rows: Rows) -> int | None:
+    """The newest step of the newest attempt, or None before the first record."""
+    if len(rows.step) == 0:
+        return None
+    return int(rows.step[rows.attempt == rows.attempt.max()].max())
+
+
+def arrow(found: Table) -> pa.Table:
+    """All values, a row a step, for a download: null where none was recorded."""
+    columns = {
+        "step": found.step.astype(np.int64),
+        "x": found.x,
+        "attempt": found.attempt,
+        "superseded": found.superseded,
+    }
+    metrics = {
+        name: pa.array(found.values[name], mask=~found.present[name]) for name in found.values
+    }
+    return pa.table(columns | metrics)

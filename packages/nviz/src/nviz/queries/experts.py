@@ -5,17 +5,18 @@ divided by the mean over the layer's experts. Counts of all ranks are added; row
 attempt replaced are left out.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import duckdb
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from nviz.store.run_data import EXPERTS
+from nviz.store.experts import Block
 
 Array = NDArray[np.float64]
+Steps = NDArray[np.int64]
 
 DEAD_STEPS = 50
 STARVED_BELOW = 0.1
@@ -27,7 +28,7 @@ class LoadMap:
     each.
     """
 
-    step_S: NDArray[np.int64]
+    step_S: Steps
     load_ES: Array
 
 
@@ -41,6 +42,15 @@ class LayerLoads:
 
 
 @dataclass(frozen=True, slots=True)
+class ImbalanceMap:
+    """Busiest expert over the mean of every layer over time: `imbalance_LS` of each column."""
+
+    step_S: Steps
+    layers: list[int]
+    imbalance_LS: Array
+
+
+@dataclass(frozen=True, slots=True)
 class Idle:
     """Experts of a layer with no token (dead) or below a tenth of an even share (starved)."""
 
@@ -49,66 +59,107 @@ class Idle:
     starved: list[int]
 
 
-def layers(connection: duckdb.DuckDBPyConnection) -> list[int]:
-    """Numbers of the MoE layers, ascending; positions where a row gives no numbers."""
-    found = connection.execute(
-        "SELECT layers, len(load) FROM experts ORDER BY attempt DESC, step DESC, rank LIMIT 1"
-    ).fetchall()
-    return sorted(_numbers(*found[0])) if found else []
+def layers(blocks: Sequence[Block]) -> list[int]:
+    """Numbers of the MoE layers at the newest step, ascending."""
+    newest = _newest(blocks)
+    return sorted(newest.layers) if newest else []
 
 
-def _numbers(found: list[int] | None, count: int) -> list[int]:
-    return list(found) if found and len(found) == count else list(range(count))
+def steps(blocks: Sequence[Block]) -> Steps:
+    """All steps with a recorded load, ascending."""
+    if not blocks:
+        return np.zeros(0, dtype=np.int64)
+    return np.unique(np.concatenate([block.step_S for block in blocks]))
 
 
-def load_map(connection: duckdb.DuckDBPyConnection, layer: int, columns: int = 200) -> LoadMap:
+def _newest(blocks: Sequence[Block]) -> Block | None:
+    return max(blocks, key=lambda block: (block.attempt, int(block.step_S.max())), default=None)
+
+
+def load_map(blocks: Sequence[Block], layer: int, columns: int = 200) -> LoadMap:
     """Load of `layer`'s experts over the steps, averaged into at most `columns` columns."""
-    steps, counts_SE = _counts(connection, layer)
-    if len(steps) == 0:
+    step_S, counts_SE = layer_counts(blocks, layer)
+    if len(step_S) == 0:
         return LoadMap(np.zeros(0, dtype=np.int64), np.zeros((0, 0)))
-    edges = np.unique(np.linspace(0, len(steps), min(columns, len(steps)) + 1).astype(np.int64))
+    edges = np.unique(np.linspace(0, len(step_S), min(columns, len(step_S)) + 1).astype(np.int64))
     sums_SE = np.add.reduceat(counts_SE, edges[:-1], axis=0)
-    return LoadMap(steps[edges[:-1]], _relative(sums_SE).T)
+    return LoadMap(step_S[edges[:-1]], _relative(sums_SE).T)
 
 
-def _counts(connection: duckdb.DuckDBPyConnection, layer: int) -> tuple[NDArray[np.int64], Array]:
-    """Steps and tokens per expert of `layer`, ranks added."""
-    position = "coalesce(list_position(layers, ?), CASE WHEN layers IS NULL THEN ? + 1 END)"
-    found = connection.execute(
-        f"SELECT step, load[{position}] AS row FROM ({EXPERTS}) ORDER BY step", [layer, layer]
-    ).fetchall()
-    return _summed(found)
+def imbalance_map(blocks: Sequence[Block], columns: int = 200) -> ImbalanceMap:
+    """Load imbalance of every layer over the steps, averaged into at most `columns` columns.
+
+    Of a step that several ranks recorded the first one counts here.
+    """
+    step_S = steps(blocks)
+    found = sorted({layer for block in blocks for layer in block.layers})
+    whole_LS = np.full((len(found), len(step_S)), np.nan)
+    for block in blocks:
+        at_S = np.searchsorted(step_S, block.step_S)
+        value_SL = _imbalance(block.load_SLE)
+        for column, layer in enumerate(block.layers):
+            row_S = whole_LS[found.index(layer)]
+            free = np.isnan(row_S[at_S])
+            row_S[at_S[free]] = value_SL[free, column]
+    if len(step_S) == 0:
+        return ImbalanceMap(step_S, found, whole_LS)
+    edges = np.unique(np.linspace(0, len(step_S), min(columns, len(step_S)) + 1).astype(np.int64))
+    known_LS = np.isfinite(whole_LS)
+    sums_LS = np.add.reduceat(np.where(known_LS, whole_LS, 0.0), edges[:-1], axis=1)
+    counts_LS = np.add.reduceat(known_LS.astype(np.float64), edges[:-1], axis=1)
+    with np.errstate(invalid="ignore"):
+        return ImbalanceMap(step_S[edges[:-1]], found, sums_LS / counts_LS)
 
 
-def _recent(
-    connection: duckdb.DuckDBPyConnection, last: int
-) -> dict[int, tuple[NDArray[np.int64], Array]]:
-    """Of each layer, the newest `last` steps and tokens per expert, ranks added."""
-    found = connection.execute(
-        f"WITH counted AS ({EXPERTS}) SELECT step, layers, load FROM counted WHERE step IN "
-        "(SELECT DISTINCT step FROM counted ORDER BY step DESC LIMIT ?) ORDER BY step",
-        [last],
-    ).fetchall()
-    rows: dict[int, list[tuple[int, list[float | None]]]] = defaultdict(list)
-    for step, numbers, load in found:
-        for layer, row in zip(_numbers(numbers, len(load)), load, strict=True):
-            rows[layer].append((step, row))
-    return {layer: _summed(rows[layer]) for layer in sorted(rows)}
+def _imbalance(load_SLE: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Busiest expert over the mean (S, L); NaN where no token was routed."""
+    # Looking past NaN takes five times as long, and only narrower layers end in it.
+    padded = bool(np.isnan(load_SLE[:1]).any())
+    mean = np.nanmean if padded else np.mean
+    highest = np.nanmax if padded else np.max
+    mean_SL = mean(load_SLE, axis=-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(mean_SL > 0, highest(load_SLE, axis=-1) / mean_SL, np.nan)
+
+
+def layer_counts(
+    blocks: Sequence[Block], layer: int, since: int | None = None
+) -> tuple[Steps, Array]:
+    """Steps, ascending, and tokens per expert of `layer`, ranks added; from step `since` on."""
+    steps_found, loads_found = [], []
+    for block in blocks:
+        if layer not in block.layers:
+            continue
+        load_SE = block.load_SLE[:, block.layers.index(layer)]
+        keep = slice(None) if since is None else block.step_S >= since
+        steps_found.append(block.step_S[keep])
+        loads_found.append(_without_padding(load_SE[keep]))
+    return _summed(steps_found, loads_found)
+
+
+def _without_padding(load_SE: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The layer's own experts: a narrower layer than others ends in NaN."""
+    if load_SE.size == 0 or not np.isnan(load_SE[0, -1]):
+        return load_SE
+    return load_SE[:, : int(np.count_nonzero(~np.isnan(load_SE[0])))]
 
 
 def _summed(
-    found: Sequence[tuple[int, list[float | None] | None]],
-) -> tuple[NDArray[np.int64], Array]:
+    steps_found: list[Steps], loads_found: list[NDArray[np.float32]]
+) -> tuple[Steps, Array]:
     """Steps and the sum of each step's rows; rows of an uncommon number of experts are left out."""
-    sizes = Counter(len(row) for _, row in found if row)
-    if not sizes:
+    sizes = Counter[int]()
+    for load_SE in loads_found:
+        sizes[load_SE.shape[1]] += len(load_SE)
+    if not sizes.total():
         return np.zeros(0, dtype=np.int64), np.zeros((0, 0))
     width = sizes.most_common(1)[0][0]
-    total: dict[int, Array] = defaultdict(lambda: np.zeros(width))
-    for step, row in found:
-        if row and len(row) == width:
-            total[step] += np.nan_to_num(np.array(row, dtype=np.float64))
-    return np.array(list(total), dtype=np.int64), np.stack(list(total.values()))
+    fitting = [at for at, load_SE in enumerate(loads_found) if load_SE.shape[1] == width]
+    step_N = np.concatenate([steps_found[at] for at in fitting])
+    load_NE = np.concatenate([loads_found[at] for at in fitting]).astype(np.float64)
+    order = np.argsort(step_N, kind="stable")
+    step_S, first = np.unique(step_N[order], return_index=True)
+    return step_S, np.add.reduceat(np.nan_to_num(load_NE[order]), first, axis=0)
 
 
 def _relative(counts: Array) -> Array:
@@ -118,29 +169,57 @@ def _relative(counts: Array) -> Array:
         return np.where(mean > 0, counts / mean, np.nan)
 
 
-def last_loads(connection: duckdb.DuckDBPyConnection) -> LayerLoads | None:
-    """Load of all layers at the newest recorded step, or None before the first."""
-    newest = {layer: found for layer, found in _recent(connection, 1).items() if len(found[0])}
-    if not newest:
+def loads_at(blocks: Sequence[Block], step: int | None = None) -> LayerLoads | None:
+    """Load of all layers at the newest step recorded at or before `step` (None: the newest of all).
+
+    None before the first.
+    """
+    recorded = steps(blocks)
+    if step is not None:
+        recorded = recorded[recorded <= step] if (recorded <= step).any() else recorded[:1]
+    if len(recorded) == 0:
         return None
-    width = max(counts_SE.shape[1] for _, counts_SE in newest.values())
-    load_LE = np.full((len(newest), width), np.nan)
-    for i, (_, counts_SE) in enumerate(newest.values()):
-        load_LE[i, : counts_SE.shape[1]] = _relative(counts_SE)[-1]
-    step = max(int(steps[-1]) for steps, _ in newest.values())
-    return LayerLoads(step, list(newest), load_LE)
+    wanted = int(recorded[-1])
+    rows: dict[int, Array] = {}
+    for block in blocks:
+        for load_LE in block.load_SLE[block.step_S == wanted]:
+            for layer, load_E in zip(block.layers, load_LE, strict=True):
+                own = _without_padding(load_E[None])[0].astype(np.float64)
+                known = rows.get(layer)
+                rows[layer] = own if known is None or len(known) != len(own) else known + own
+    width = max(len(load_E) for load_E in rows.values())
+    load_LE = np.full((len(rows), width), np.nan)
+    for at, layer in enumerate(sorted(rows)):
+        load_LE[at, : len(rows[layer])] = _relative(np.nan_to_num(rows[layer]))
+    return LayerLoads(wanted, sorted(rows), load_LE)
 
 
-def idle_experts(
-    connection: duckdb.DuckDBPyConnection, last: int = DEAD_STEPS
-) -> tuple[int, list[Idle]]:
+def idle_experts(blocks: Sequence[Block], last: int = DEAD_STEPS) -> tuple[int, list[Idle]]:
     """How many of the `last` recorded steps there were, and the layers with idle experts."""
-    looked_at, found = 0, []
-    for layer, (steps, counts_SE) in _recent(connection, last).items():
-        looked_at = max(looked_at, len(steps))
+    recent = steps(blocks)[-last:]
+    if len(recent) == 0:
+        return 0, []
+    found = []
+    near = [block for block in blocks if block.step_S.max() >= recent[0]]
+    for layer in sorted({layer for block in near for layer in block.layers}):
+        _, counts_SE = layer_counts(near, layer, since=int(recent[0]))
+        if counts_SE.size == 0:
+            continue
         load_E = _relative(counts_SE.sum(axis=0))
         dead = np.flatnonzero(load_E == 0).tolist()
         starved = np.flatnonzero((load_E > 0) & (load_E < STARVED_BELOW)).tolist()
         if dead or starved:
             found.append(Idle(layer, dead, starved))
-    return looked_at, found
+    return len(recent), found
+
+
+def load_map_table(found: LoadMap) -> pa.Table:
+    """A row a step column, a column an expert, for a download."""
+    loads = {f"expert {at}": load_S for at, load_S in enumerate(found.load_ES)}
+    return pa.table({"step": found.step_S} | loads)
+
+
+def layer_loads_table(found: LayerLoads) -> pa.Table:
+    """A row a layer, a column an expert, for a download."""
+    loads = {f"expert {at}": load_L for at, load_L in enumerate(found.load_LE.T)}
+    return pa.table({"layer": found.layers} | loads)

@@ -16,8 +16,12 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
+Triple = tuple[float, float, float]
+
 SCORES = 6
 BINS = 25
+# A curve's name here and in the files.
+CURVES = (("share kept", "share"), ("precision", "precision"), ("recall", "recall"))
 LONGEST_SAMPLE_BYTES = 8 << 20
 
 
@@ -39,11 +43,21 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What keeping all from a quality on keeps; thresholds by name. NaN where unknown."""
+    """What keeping all from a quality on keeps; thresholds by name. NaN where unknown.
+
+    `bounds` are the lower and upper ends of each curve's intervals.
+    """
 
     threshold: list[float]
     curves: dict[str, list[float]]
     thresholds: dict[str, float]
+    bounds: dict[str, tuple[list[float], list[float]]]
+
+    def at(self, curve: str, threshold: float) -> Triple:
+        """A curve's value and interval at a threshold, between its points in a straight line."""
+        rows = (self.curves[curve], *self.bounds[curve])
+        value, low, high = (_between(self.threshold, row, threshold) for row in rows)
+        return value, low, high
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +67,16 @@ class Agreement:
     head: str
     dimension: str
     documents: int | None
-    numbers: dict[str, tuple[float, float, float]]
+    numbers: dict[str, Triple]
     verdict: str
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A document shown: its band, one line about it, its text, scores by dimension."""
+    """A document shown: its band, quality, one line about it, its text, scores by dimension."""
 
     band: str
+    quality: float
     line: str
     text: str
     scores: dict[str, float]
@@ -93,7 +108,11 @@ def score_counts(folder: Path) -> Scores:
         "GROUP BY ALL",
         folder / "labels.parquet",
     )
-    names = dimensions(folder)
+    return _scores(dimensions(folder), rows)
+
+
+def _scores(names: list[str], rows: list[tuple[Any, ...]]) -> Scores:
+    """Counts by dimension from rows (place from 1, score, count)."""
     width = max([len(names), *(int(at) for at, _, _ in rows)])
     names = [names[i] if i < len(names) else f"dimension {i + 1}" for i in range(width)]
     count_DS = np.zeros((width, SCORES), dtype=np.int64)
@@ -137,15 +156,53 @@ def acceptance(calibration: object) -> Acceptance | None:
     thresholds = {name: value for name, value in marks.items() if math.isfinite(value)}
     if not points and not thresholds:
         return None
-    curves = {
-        label: [_first(point.get(key)) for point in points]
-        for label, key in (
-            ("share kept", "share"),
-            ("precision", "precision"),
-            ("recall", "recall"),
-        )
-    }
-    return Acceptance([number(point.get("threshold")) for point in points], curves, thresholds)
+    triples = {label: [_items(point.get(key)) for point in points] for label, key in CURVES}
+    return Acceptance(
+        threshold=[number(point.get("threshold")) for point in points],
+        curves={label: [value for value, _, _ in found] for label, found in triples.items()},
+        thresholds=thresholds,
+        bounds={
+            label: ([low for _, low, _ in found], [high for _, _, high in found])
+            for label, found in triples.items()
+        },
+    )
+
+
+def band_of(quality: float, drop: float, keep: float) -> str:
+    """What happens to a document of that quality: drop, keep, or the band between."""
+    if quality >= keep:
+        return "keep"
+    return "drop" if quality < drop else "band"
+
+
+def band_counts(folder: Path, drop: float, keep: float) -> dict[str, int]:
+    """Documents of scores/*.parquet that these thresholds would drop, keep, or leave between.
+
+    Raises duckdb.Error if there are none.
+    """
+    ((dropped, band, kept),) = _ask(
+        "SELECT count(*) FILTER (quality < $2 AND quality < $3), "
+        "count(*) FILTER (quality >= $2 AND quality < $3), count(*) FILTER (quality >= $3) "
+        "FROM read_parquet($1) WHERE isfinite(quality)",
+        folder / "scores" / "*.parquet",
+        drop,
+        keep,
+    )
+    return {"drop": dropped, "band": band, "keep": kept}
+
+
+def predicted_scores(folder: Path, names: list[str]) -> Scores:
+    """Predicted scores in scores/*.parquet, rounded to whole ones, by dimension.
+
+    Raises duckdb.Error if there are none.
+    """
+    rows = _ask(
+        "SELECT place, least(greatest(round(score), 0), 5)::INT AS score, count(*) FROM "
+        "(SELECT unnest(scores) AS score, generate_subscripts(scores, 1) AS place "
+        "FROM read_parquet($1) WHERE scores IS NOT NULL) WHERE isfinite(score) GROUP BY ALL",
+        folder / "scores" / "*.parquet",
+    )
+    return _scores(names, rows)
 
 
 def agreements(report: dict[str, Any]) -> list[Agreement]:
@@ -171,6 +228,7 @@ def report_examples(report: dict[str, Any]) -> list[Example]:
     return [
         Example(
             band=str(entry.get("band", "?")),
+            quality=number(entry.get("quality")),
             line=f"quality {number(entry.get('quality')):.2f}, by label "
             f"{number(entry.get('label_quality')):.2f}; {entry.get('domain', '?')}",
             text=str(entry.get("text", "")),
@@ -197,6 +255,7 @@ def dropped_examples(folder: Path, most: int = 50) -> list[Example]:
         found.append(
             Example(
                 band=f"dropped by {entry.get('decided_by', '?')}",
+                quality=quality,
                 line=f"quality {quality:.2f}; {entry.get('source', '?')}",
                 text=str(entry.get("text", "")),
                 scores=_numbers(entry.get("scores")),
@@ -217,9 +276,9 @@ def known(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _ask(sql: str, path: Path) -> list[tuple[Any, ...]]:
+def _ask(sql: str, path: Path, *more: float) -> list[tuple[Any, ...]]:
     with duckdb.connect(":memory:") as connection:
-        return connection.execute(sql, [str(path)]).fetchall()
+        return connection.execute(sql, [str(path), *more]).fetchall()
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -234,10 +293,21 @@ def _numbers(value: object) -> dict[str, float]:
     return {str(name): number(item) for name, item in _mapping(value).items()}
 
 
-def _first(value: object) -> float:
-    return number(_list(value)[0]) if _list(value) else math.nan
+def _items(value: object) -> Triple:
+    """The first three numbers of a list, NaN for what is not there."""
+    first, second, third = (*map(number, _list(value)[:3]), math.nan, math.nan, math.nan)[:3]
+    return first, second, third
 
 
-def _triple(value: object) -> tuple[float, float, float]:
+def _between(xs: list[float], ys: list[float], x: float) -> float:
+    """`ys` at `x` by straight lines between the known points, NaN outside of them."""
+    pairs = zip(xs, ys, strict=True)
+    known = np.array(sorted((a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)))
+    if not len(known):
+        return math.nan
+    return float(np.interp(x, known[:, 0], known[:, 1], left=math.nan, right=math.nan))
+
+
+def _triple(value: object) -> Triple:
     found = _mapping(value)
     return number(found.get("value")), number(found.get("low")), number(found.get("high"))

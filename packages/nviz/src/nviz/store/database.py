@@ -1,25 +1,36 @@
 """One read-only SQL database over all runs: views `runs`, `metrics`, `events`.
 
-A snapshot: the files are read into memory first, then file access (Python look-ups with it) and all
-settings are locked, and every statement runs in a read-only transaction with a time limit. Names
-with `/` need double quotes in SQL: `SELECT step, "loss/train" FROM metrics`.
+A snapshot: it knows which files there are and reads the live ones into memory. Sealed parts stay
+where they are and are read by the queries that ask for them, only the columns and runs that those
+name, so that a hundred million rows can be asked. After that all other files, Python's objects and
+all settings are out of reach, and every statement runs in a read-only transaction with limits of
+time and memory. Names with `/` need double quotes in SQL: `SELECT step, "loss/train" FROM metrics`.
 """
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from nviz.errors import VizError
-from nviz.store.run_data import ROWS, RunData, literal, quoted
+from nviz.store.events import EventLog
+from nviz.store.files import MetricsFile, list_metrics_files
+from nviz.store.lines import GrowingLines
+from nviz.store.parse import metrics_table
+from nviz.store.parts import Part, PartIndex, Schema, unreadable
+from nviz.store.run_data import MOST_METRICS, RESERVED, literal, quoted
 from nviz.store.runs import Run
 
 READ_TYPES = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
 LIMIT_S = 30.0
+MEMORY = "2GB"
+FILE = "file of a part"
+FLUSHED_TOGETHER = 64
 RUN_SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("run", "name", "status", "group", "device")),
@@ -30,6 +41,16 @@ RUN_SCHEMA = pa.schema(
         *((name, pa.string()) for name in ("config", "results", "layout")),
     ]
 )
+EVENT_SCHEMA = pa.schema(
+    [
+        ("run", pa.string()),
+        ("time_unix_s", pa.float64()),
+        ("event", pa.string()),
+        ("step", pa.int64()),
+        ("detail", pa.string()),
+    ]
+)
+KEYS = "run VARCHAR, attempt INTEGER, rank INTEGER, step BIGINT, superseded BOOLEAN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +62,45 @@ class Answer:
     truncated: bool
 
 
-class Database:
-    """A snapshot of `runs` that answers read-only SQL. Safe to use from several threads."""
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    """A part of a run, and the first step of a later attempt, from which it is superseded."""
 
-    def __init__(self, runs: Iterable[Run], metrics: bool = True) -> None:
-        """Reads the runs; with `metrics` false only run.json, and `metrics` and `events` stay
-        empty.
+    run: str
+    file: MetricsFile
+    part: Part
+    horizon: int | None
+
+
+def needs_metrics(sql: str) -> bool:
+    """Whether a statement may ask for more than `runs`."""
+    return any(name in sql.lower() for name in ("metrics", "events"))
+
+
+class Database:
+    """A snapshot of `runs` that answers read-only SQL. Safe to use from several threads.
+
+    `problems` names the files that could not be read.
+    """
+
+    def __init__(
+        self, runs: Iterable[Run], metrics: bool = True, parts: PartIndex | None = None
+    ) -> None:
+        """Looks at the runs; with `metrics` false only at run.json, and `metrics` and `events` stay
+        empty. `parts` remembers footers from one snapshot to the next.
         """
         self._lock = threading.Lock()
         self._connection = duckdb.connect(":memory:")
         self._running = self._connection
+        self._parts = parts or PartIndex()
+        self._columns: dict[str, str] = {}
+        self._waiting: list[pa.Table] = []
+        self.problems: list[str] = []
         runs = list(runs)
         self._load_runs(runs)
-        self._load_metrics(runs if metrics else [])
-        for setting in (
-            "enable_external_access = false",
-            "lock_configuration = true",
-        ):
-            self._connection.execute(f"SET {setting}")
+        paths = self._load_metrics(runs if metrics else [])
+        self._load_events(runs if metrics else [])
+        self._close_doors(paths)
 
     def close(self) -> None:
         """Free the snapshot."""
@@ -93,41 +135,184 @@ class Database:
                 late.cancel()
                 cursor.close()
 
+    def _close_doors(self, paths: list[str]) -> None:
+        """From here on only `paths` can be read, and no setting be changed."""
+        for setting in (
+            f"memory_limit = '{MEMORY}'",
+            # Nothing is written anywhere, not even what does not fit.
+            "temp_directory = ''",
+            f"allowed_paths = [{', '.join(map(literal, paths))}]",
+            "enable_external_access = false",
+            "lock_configuration = true",
+        ):
+            self._connection.execute(f"SET {setting}")
+
     def _load_runs(self, runs: list[Run]) -> None:
         table = pa.Table.from_pylist([_run_row(run) for run in runs], schema=RUN_SCHEMA)
+        self._store("runs", table)
+
+    def _load_events(self, runs: list[Run]) -> None:
+        rows = []
+        for run in runs:
+            log = EventLog(run.folder)
+            log.refresh()
+            rows += [
+                {
+                    "run": run.key,
+                    "time_unix_s": event.time_unix_s,
+                    "event": event.event,
+                    "step": event.step,
+                    "detail": json.dumps(event.detail, sort_keys=True),
+                }
+                for event in log.events
+            ]
+        self._store("events", pa.Table.from_pylist(rows, schema=EVENT_SCHEMA))
+
+    def _store(self, name: str, table: pa.Table) -> None:
         self._connection.register("found", table)
-        self._connection.execute("CREATE TABLE runs AS SELECT * FROM found")
+        self._connection.execute(f"CREATE TABLE {quoted(name)} AS SELECT * FROM found")
         self._connection.unregister("found")
 
-    def _load_metrics(self, runs: list[Run]) -> None:
-        self._connection.execute(
-            "CREATE TABLE metrics(run VARCHAR, attempt INTEGER, rank INTEGER, step BIGINT, "
-            "superseded BOOLEAN)"
-        )
-        self._connection.execute(
-            "CREATE TABLE events(run VARCHAR, time_unix_s DOUBLE, event VARCHAR, step BIGINT, "
-            "detail VARCHAR)"
-        )
-        columns: dict[str, str] = {}
+    def _load_metrics(self, runs: list[Run]) -> list[str]:
+        """Makes the view `metrics`; returns the paths that it reads."""
+        self._connection.execute(f"CREATE TABLE live({KEYS})")
+        groups: dict[Schema, list[_Sealed]] = {}
         for run in runs:
-            data = RunData(run.folder, self._connection, "loading", list(columns.values()))
-            data.refresh(experts=False)
-            self._take_run(run, data, columns)
-            data.close()
+            for sealed in self._load_run(run):
+                groups.setdefault(sealed.part.schema, []).append(sealed)
+        self._flush_live()
+        selects = ["SELECT * FROM live"]
+        for number, (schema, members) in enumerate(groups.items()):
+            selects.append(self._selection(f"parts_{number}", schema, members))
+        self._connection.execute(f"CREATE VIEW metrics AS {' UNION ALL BY NAME '.join(selects)}")
+        return [str(item.file.path) for members in groups.values() for item in members]
 
-    def _take_run(self, run: Run, data: RunData, columns: dict[str, str]) -> None:
-        for name in data.metrics:
-            if name.lower() not in columns:
-                columns[name.lower()] = name
-                self._connection.execute(f"ALTER TABLE metrics ADD COLUMN {quoted(name)} DOUBLE")
-        data.connection.execute(
-            f"INSERT INTO main.metrics BY NAME SELECT {literal(run.key)} AS run, "
-            f"* EXCLUDE (seq, sealed) FROM ({ROWS})"
+    def _load_run(self, run: Run) -> list[_Sealed]:
+        """The run's parts; its live rows go to the table `live`."""
+        files = [file for file in list_metrics_files(run.folder) if not file.experts]
+        parts = [(file, part) for file in files if file.sealed and (part := self._part(run, file))]
+        live = [(file, rows) for file in files if not file.sealed and (rows := self._live(file))]
+        starts: dict[int, int] = {}
+        spans = [(file.attempt, part.first) for file, part in parts]
+        spans += [(file.attempt, int(rows["step"].to_numpy().min())) for file, rows in live]
+        for attempt, first in spans:
+            starts[attempt] = min(first, starts.get(attempt, first))
+        for file, rows in live:
+            own = [p for f, p in parts if (f.attempt, f.rank) == (file.attempt, file.rank)]
+            self._store_live(run, file, _unsealed(rows, own), _horizon(starts, file.attempt))
+        return [
+            _Sealed(run.key, file, part, _horizon(starts, file.attempt)) for file, part in parts
+        ]
+
+    def _part(self, run: Run, file: MetricsFile) -> Part | None:
+        try:
+            return self._parts.part(file)
+        except (OSError, pa.ArrowException, ValueError) as error:
+            self.problems.append(f"{run.key}: {file.path.name}: {unreadable(error)}")
+            return None
+
+    def _live(self, file: MetricsFile) -> pa.Table | None:
+        """The rows of a live file, each step once, or None if there is none."""
+        blocks = []
+        try:
+            blocks = [metrics_table(data).table for data in GrowingLines(file.path).new_blocks()]
+        except OSError as error:
+            self.problems.append(f"{file.path.name}: {unreadable(error)}")
+        if not sum(block.num_rows for block in blocks):
+            return None
+        whole = pa.concat_tables(blocks, promote_options="default").combine_chunks()
+        steps = whole["step"].to_numpy()
+        _, last = np.unique(steps[::-1], return_index=True)
+        return whole.take(pa.array(np.sort(len(steps) - 1 - last)))
+
+    def _store_live(self, run: Run, file: MetricsFile, rows: pa.Table, horizon: int | None) -> None:
+        count = rows.num_rows
+        steps = rows["step"].to_numpy()
+        late = np.zeros(count, dtype=np.bool_) if horizon is None else steps >= horizon
+        known = self._known([name for name in rows.column_names if name != "step"])
+        columns: dict[str, Any] = {
+            "run": pa.repeat(run.key, count),
+            "attempt": pa.repeat(file.attempt, count),
+            "rank": pa.repeat(file.rank, count),
+            "step": rows["step"],
+            "superseded": late,
+        }
+        for name, column in known.items():
+            columns.setdefault(column, rows[name])
+        self._waiting.append(pa.table(columns))
+        if len(self._waiting) >= FLUSHED_TOGETHER:
+            self._flush_live()
+
+    def _flush_live(self) -> None:
+        """Inserts the live rows that wait, all at once: one by one they would take longer."""
+        if not self._waiting:
+            return
+        whole = pa.concat_tables(self._waiting, promote_options="default")
+        self._connection.register("found", whole)
+        self._connection.execute("INSERT INTO live BY NAME SELECT * FROM found")
+        self._connection.unregister("found")
+        self._waiting = []
+
+    def _known(self, names: Sequence[str]) -> dict[str, str]:
+        """Column of each metric, made if it is new; names that differ in case share one column."""
+        known = {}
+        for name in names:
+            folded = name.lower()
+            if not name or folded in RESERVED or not name.isprintable():
+                continue
+            if folded not in self._columns:
+                if len(self._columns) >= MOST_METRICS:
+                    continue
+                self._connection.execute(f"ALTER TABLE live ADD COLUMN {quoted(name)} DOUBLE")
+                self._columns[folded] = name
+            known[name] = self._columns[folded]
+        return known
+
+    def _selection(self, table: str, schema: Schema, members: list[_Sealed]) -> str:
+        """SQL that reads parts of one schema; `table` tells the run of each file."""
+        self._store(
+            table,
+            pa.table(
+                {
+                    FILE: [str(item.file.path) for item in members],
+                    "run": [item.run for item in members],
+                    "attempt": pa.array([item.file.attempt for item in members], pa.int32()),
+                    "rank": pa.array([item.file.rank for item in members], pa.int32()),
+                    "horizon": pa.array([item.horizon for item in members], pa.int64()),
+                }
+            ),
         )
-        data.connection.execute(
-            f"INSERT INTO main.events BY NAME SELECT {literal(run.key)} AS run, "
-            "* EXCLUDE (seq) FROM events ORDER BY seq"
+        known = self._known([name for name, _ in schema if name != "step"])
+        by_column = {column: name for name, column in reversed(known.items())}
+        values = [
+            f"TRY_CAST(p.{quoted(name)} AS DOUBLE) AS {quoted(column)}"
+            for column, name in by_column.items()
+        ]
+        keys = (
+            "f.run, f.attempt, f.rank, TRY_CAST(p.step AS BIGINT) AS step, "
+            "coalesce(TRY_CAST(p.step AS BIGINT) >= f.horizon, false) AS superseded"
         )
+        paths = ", ".join(literal(str(item.file.path)) for item in members)
+        return (
+            f"SELECT {', '.join([keys, *values])} "
+            f"FROM read_parquet([{paths}], filename = {literal(FILE)}) p "
+            f"JOIN {table} f ON p.{quoted(FILE)} = f.{quoted(FILE)} "
+            "WHERE TRY_CAST(p.step AS BIGINT) >= 0"
+        )
+
+
+def _horizon(starts: dict[int, int], attempt: int) -> int | None:
+    """The first step of any later attempt."""
+    return min((first for later, first in starts.items() if later > attempt), default=None)
+
+
+def _unsealed(rows: pa.Table, parts: Sequence[Part]) -> pa.Table:
+    """The live rows that no part of the same attempt and rank holds."""
+    steps = rows["step"].to_numpy()
+    keep = np.ones(len(steps), dtype=np.bool_)
+    for part in parts:
+        keep &= (steps < part.first) | (steps > part.last)
+    return rows.filter(pa.array(keep))
 
 
 def _run_row(run: Run) -> dict[str, Any]:

@@ -28,12 +28,21 @@ class GrowingLines:
         self._head = b""
         self._tail = b""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the file, as it now is, gave no line: nothing was read since it was replaced."""
+        return self._offset == 0
+
     def new_blocks(self) -> Iterator[bytes]:
         """Blocks of whole lines added since the last call, each ending in a newline.
 
         A replaced file starts again; one that is gone gives nothing. Raises OSError if the file
         cannot be read.
         """
+        return (data for _, data in self.new_blocks_from())
+
+    def new_blocks_from(self) -> Iterator[tuple[bool, bytes]]:
+        """Like `new_blocks`, each block with whether it is the first of its file."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -45,10 +54,11 @@ class GrowingLines:
                 data = rest + chunk
                 end = data.rfind(b"\n") + 1
                 if end:
+                    first = self._offset == 0
                     self._offset += end
                     self._head = self._head or data[: min(end, MARK_BYTES)]
                     self._tail = data[max(0, end - MARK_BYTES) : end]
-                    yield data[:end]
+                    yield first, data[:end]
                 rest = data[end:]
 
     def _go_on_or_restart(self, file: BinaryIO) -> None:

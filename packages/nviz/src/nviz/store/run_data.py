@@ -1,4 +1,4 @@
-"""One run's metrics, expert loads and events as tables in an in-memory DuckDB.
+"""One run's metrics and events as tables in an in-memory DuckDB.
 
 `refresh` adds what the files gained since the last call: new whole lines of JSONL, and sealed
 Parquet parts that are new or changed. A row may arrive twice (live, then sealed); `seq` and
@@ -7,17 +7,11 @@ recorded.
 
 Tables, in a schema of the run's own:
     rows(attempt, rank, seq, sealed, step, <a DOUBLE column per metric>)
-    experts(attempt, rank, seq, sealed, step, layers INTEGER[], load DOUBLE[][], bias DOUBLE[][])
     events(seq, time_unix_s, event, step, detail)
 
-`ROWS` and `EXPERTS` select what counts: one row for each (attempt, rank, step), the sealed one
-first, and whether it is superseded: a later attempt began at or before its step. A run that reached
-step 161, then resumed at 110, shows the first attempt up to 109 and the second from 110 on.
-`EXPERTS` leaves superseded rows out.
-
-Expert loads are large (layers x experts a step), so they are thinned: once more than `EXPERT_STEPS`
-steps or `EXPERT_CELLS` numbers are held, only steps divisible by a doubled stride stay, and the
-newest.
+`ROWS` selects what counts: one row for each (attempt, rank, step), the sealed one first, and
+whether it is superseded: a later attempt began at or before its step. A run that reached step 161,
+then resumed at 110, shows the first attempt up to 109 and the second from 110 on.
 """
 
 import json
@@ -32,13 +26,11 @@ import pyarrow as pa
 
 from nviz.store.files import MetricsFile, list_metrics_files
 from nviz.store.lines import GrowingLines
-from nviz.store.parse import experts_table, metrics_table, number, parse_lines, step_number
+from nviz.store.parse import metrics_table, number, parse_lines, step_number
 from nviz.store.runs import Signature
 
 log = logging.getLogger("nviz")
 
-EXPERT_STEPS = 2048
-EXPERT_CELLS = 16_000_000
 MOST_METRICS = 2000
 RESERVED = frozenset({"run", "run_id", "attempt", "rank", "seq", "sealed", "step", "superseded"})
 # VARCHAR too: a part may keep non-finite values as words.
@@ -46,10 +38,9 @@ NUMERIC_TYPE = re.compile(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DECI
 
 STEP = "TRY_CAST(step AS BIGINT)"
 ROW_KEYS = "attempt INTEGER, rank INTEGER, seq BIGINT, sealed BOOLEAN, step BIGINT"
-TABLES = (
-    f"CREATE TABLE experts({ROW_KEYS}, layers INTEGER[], load DOUBLE[][], bias DOUBLE[][])",
+EVENTS = (
     "CREATE TABLE events(seq BIGINT, time_unix_s DOUBLE, event VARCHAR, step BIGINT, "
-    "detail VARCHAR)",
+    "detail VARCHAR)"
 )
 EVENT_SCHEMA = pa.schema(
     [
@@ -70,17 +61,6 @@ ROWS = """
     SELECT rows.*, coalesce(step >= horizon, false) AS superseded
     FROM rows LEFT JOIN horizons USING (attempt)
     QUALIFY row_number() OVER (PARTITION BY attempt, rank, step ORDER BY sealed DESC, seq DESC) = 1
-"""
-# By row number, so that the nested lists of other rows are never read.
-EXPERTS = """
-    WITH starts AS (SELECT attempt AS later, min(step) AS first FROM experts GROUP BY attempt),
-         counted AS (
-             SELECT arg_max(rowid, row(sealed, seq)) AS number FROM experts
-             WHERE NOT EXISTS (
-                 SELECT 1 FROM starts
-                 WHERE starts.later > experts.attempt AND starts.first <= experts.step)
-             GROUP BY attempt, rank, step)
-    SELECT * FROM experts WHERE rowid IN (SELECT number FROM counted)
 """
 
 
@@ -122,7 +102,6 @@ class RunData:
         self.version = 0
         self._columns = {name.lower(): name for name in metrics}
         self._seq = 0
-        self._stride = 1
         self._tails: dict[Path, GrowingLines] = {}
         self._read: dict[Path, Signature] = {}
         self._broken: dict[Path, tuple[Signature, str]] = {}
@@ -130,8 +109,7 @@ class RunData:
         self.connection.execute(f"USE {quoted(schema)}")
         columns = "".join(f", {quoted(name)} DOUBLE" for name in self._columns.values())
         self.connection.execute(f"CREATE TABLE rows({ROW_KEYS}{columns})")
-        for table in TABLES:
-            self.connection.execute(table)
+        self.connection.execute(EVENTS)
 
     def close(self) -> None:
         """Drop the run's tables."""
@@ -153,14 +131,12 @@ class RunData:
         ]
         return lines + [f"{path.name}: {problem}" for path, (_, problem) in self._broken.items()]
 
-    def refresh(self, experts: bool = True) -> bool:
+    def refresh(self) -> bool:
         """Read what the run's files gained. Returns whether anything was added."""
         before = self.version
         for file in list_metrics_files(self.folder):
-            if experts or not file.experts:
+            if not file.experts:
                 self._guarded(file)
-        if experts:
-            self._thin_experts()
         self._read_events()
         return self.version != before
 
@@ -186,13 +162,9 @@ class RunData:
         if self._read.get(file.path) == file.signature:
             return
         for block in tail.new_blocks():
-            parsed = experts_table(block) if file.experts else metrics_table(block)
+            parsed = metrics_table(block)
             tail.skipped += parsed.skipped
-            if file.experts:
-                rows = pa.table(self._keys(file, parsed.table) | _columns(parsed.table))
-                self._insert("experts", rows)
-            else:
-                self._insert("rows", self._row_table(file, parsed.table))
+            self._insert("rows", self._row_table(file, parsed.table))
         self._read[file.path] = file.signature
 
     def _read_part(self, file: MetricsFile) -> None:
@@ -203,14 +175,12 @@ class RunData:
         types = {name: kind for name, kind, *_ in described}
         if "step" not in types:
             raise duckdb.InvalidInputException("no column named step")
-        columns = self._expert_columns(types) if file.experts else self._metric_columns(types)
-        table = "experts" if file.experts else "rows"
-        every = f"AND {STEP} % {self._stride} = 0" if file.experts else ""
+        columns = self._metric_columns(types)
         self._seq += 1
         self.connection.execute(
-            f"INSERT INTO {table} BY NAME SELECT {file.attempt} AS attempt, {file.rank} AS rank, "
+            f"INSERT INTO rows BY NAME SELECT {file.attempt} AS attempt, {file.rank} AS rank, "
             f"{self._seq} AS seq, true AS sealed, {', '.join(columns)} FROM {source} "
-            f"WHERE {STEP} >= 0 {every}"
+            f"WHERE {STEP} >= 0"
         )
         self._read[file.path] = file.signature
         self.version += 1
@@ -225,16 +195,6 @@ class RunData:
                 for name, column in known.items()
             ),
         ]
-
-    @staticmethod
-    def _expert_columns(types: dict[str, str]) -> list[str]:
-        wanted = {"layers": "INTEGER[]", "load": "DOUBLE[][]", "bias": "DOUBLE[][]"}
-        present = [
-            f"TRY_CAST({name} AS {kind}) AS {name}"
-            for name, kind in wanted.items()
-            if name in types
-        ]
-        return [f"{STEP} AS step", *present]
 
     def _known_columns(self, names: Iterable[str]) -> dict[str, str]:
         """Column of each metric, made if it is new; names that differ in case share one column."""
@@ -280,27 +240,6 @@ class RunData:
             self.connection.unregister("batch")
         self.version += 1
 
-    def _thin_experts(self) -> None:
-        """Keep the expert table within its limits; once thinned, so are later rows."""
-        while self._experts_exceed_limits() and self._stride < 2**40:
-            self._stride *= 2
-            self._keep_every_stride()
-        if self._stride > 1:
-            self._keep_every_stride()
-
-    def _experts_exceed_limits(self) -> bool:
-        steps, cells = one_row(
-            self.connection,
-            "SELECT count(DISTINCT step), coalesce(sum(len(load) * len(load[1])), 0) FROM experts",
-        )
-        return bool(steps > EXPERT_STEPS or cells > EXPERT_CELLS)
-
-    def _keep_every_stride(self) -> None:
-        self.connection.execute(
-            f"DELETE FROM experts WHERE step % {self._stride} <> 0 "
-            "AND step < (SELECT max(step) FROM experts)"
-        )
-
     def _read_events(self) -> None:
         path = self.folder / "events.jsonl"
         tail = self._tails.setdefault(path, GrowingLines(path))
@@ -327,7 +266,3 @@ class RunData:
                 }
             )
         return pa.Table.from_pylist(rows, schema=EVENT_SCHEMA)
-
-
-def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
-    return {name: table[name] for name in table.column_names if name != "step"}

@@ -28,6 +28,15 @@ Signature = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """A start of the run: its number from 1, when, and after which step it went on."""
+
+    number: int
+    started_unix_s: float | None = None
+    from_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """What run.json says, cleaned: every field has its type whatever the file held.
 
@@ -47,6 +56,7 @@ class Run:
     updated_unix_s: float | None = None
     ended_unix_s: float | None = None
     attempt: int = 1
+    attempts: tuple[Attempt, ...] = ()
     step: int | None = None
     steps: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +64,7 @@ class Run:
     layout: dict[str, Any] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
     device: str | None = None
+    data_folder: str | None = None
     fingerprint: str | None = None
     git_revision: str | None = None
     results: dict[str, float] = field(default_factory=dict)
@@ -64,6 +75,11 @@ class Run:
             return None
         end = now_unix_s if self.status == "running" else self.ended_unix_s or self.updated_unix_s
         return max(0.0, (end or now_unix_s) - self.started_unix_s)
+
+    def matches(self, words: str) -> bool:
+        """Whether every word is in the name, key, status, group or tags, case ignored."""
+        text = " ".join([self.name, self.key, self.status, self.group or "", *self.tags]).lower()
+        return all(word in text for word in words.lower().split())
 
     @property
     def is_live(self) -> bool:
@@ -120,6 +136,19 @@ def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _attempts(value: object) -> tuple[Attempt, ...]:
+    """The attempts in run.json by number; entries without a number are left out."""
+    entries = [_mapping(item) for item in value] if isinstance(value, list) else []
+    found = {
+        attempt: Attempt(
+            attempt, number(item.get("started_unix_s")), step_number(item.get("from_step"))
+        )
+        for item in entries
+        if (attempt := step_number(item.get("attempt")))
+    }
+    return tuple(sorted(found.values(), key=lambda attempt: attempt.number))
+
+
 def _status(value: object) -> str:
     return value if isinstance(value, str) and value in STATUSES else "unreadable"
 
@@ -162,6 +191,7 @@ def parse_run(key: str, folder: Path, text: bytes) -> Run:
         updated_unix_s=number(value.get("updated_unix_s")),
         ended_unix_s=number(value.get("ended_unix_s")),
         attempt=step_number(value.get("attempt")) or 1,
+        attempts=_attempts(value.get("attempts")),
         step=step_number(value.get("step")),
         steps=step_number(value.get("steps")),
         config=_mapping(value.get("config")),
@@ -169,6 +199,7 @@ def parse_run(key: str, folder: Path, text: bytes) -> Run:
         layout=_mapping(value.get("layout")),
         hosts=_texts(value.get("hosts")),
         device=_text(value.get("device")),
+        data_folder=_text(_mapping(value.get("data")).get("dir")),
         fingerprint=_text(value.get("fingerprint")),
         git_revision=_text(value.get("git_revision")),
         results=_results(value.get("results")),
@@ -190,7 +221,10 @@ def last_metrics_write(folder: Path) -> float:
     """When a metrics file was last written, in seconds since the epoch; 0 if there is none."""
     try:
         with os.scandir(folder / "metrics") as entries:
-            return max((entry.stat().st_mtime for entry in entries), default=0.0)
+            found = list(entries)
+        # A part that is sealed empties its live file, so that one is always the newest.
+        live = [entry for entry in found if entry.name.endswith(".jsonl")] or found
+        return max((entry.stat().st_mtime for entry in live), default=0.0)
     except OSError:
         return 0.0
 

@@ -1,32 +1,40 @@
 """The line that a run has in the list: last loss, validation loss, rate, and a small loss curve.
 
-A list of hundreds of runs must not parse every record, so a large JSONL file is read in `WINDOWS`
-short pieces spread evenly over it, its last one included; a Parquet part gives up only the few
-columns needed. What a file yields is kept until the file changes.
+A list of thousands of runs must not parse every record. Of a run's sealed parts at most `PARTS`,
+spread evenly, give up four columns; a large JSONL file is read in `WINDOWS` short pieces spread
+over it, its last one included; the last evaluation comes from the end of the events. A run that has
+ended is looked at again only when its metrics folder changes.
 """
 
 import math
 import os
+import threading
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import duckdb
+import pyarrow as pa
 
+from nviz.store.columns import read_part
 from nviz.store.files import MetricsFile, list_metrics_files
-from nviz.store.parse import number, parse_line, step_number
-from nviz.store.run_data import literal, quoted
+from nviz.store.parse import number, parse_line, parse_lines, step_number
+from nviz.store.recent import Recent
 from nviz.store.runs import Run, Signature
 
 WINDOWS = 48
 WINDOW_BYTES = 8192
 SPARK_POINTS = 40
+PARTS = 12
 EVALUATION = b'"loss/validation"'
 CHUNK_BYTES = 2**20
 SEARCH_BYTES = 32 * 2**20
 LONGEST_LINE_BYTES = 2**16
-COLUMNS = ("loss/train", "loss/validation", "tokens_per_s")
+EVENT_BYTES = 2**17
+COLUMNS = ("loss/train", "loss/validation", "tokens_per_s", "router/load_imbalance")
+POINT_BYTES = 160
+MOST_POINT_BYTES = 64 * 2**20
 
 
 class Point(NamedTuple):
@@ -36,6 +44,7 @@ class Point(NamedTuple):
     loss: float | None
     validation: float | None
     tokens_per_s: float | None
+    imbalance: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class Summary:
     loss: float | None = None
     validation: float | None = None
     tokens_per_s: float | None = None
+    imbalance: float | None = None
     spark: tuple[float, ...] = ()
 
 
@@ -57,8 +67,7 @@ def _point(line: bytes) -> Point | None:
     step = step_number(record.get("step")) if record else None
     if record is None or step is None:
         return None
-    loss, validation, rate = (number(record.get(name)) for name in COLUMNS)
-    return Point(step, loss, validation, rate)
+    return Point(step, *(number(record.get(name)) for name in COLUMNS))
 
 
 def _windows(size: int) -> list[tuple[int, int]]:
@@ -119,28 +128,48 @@ def _line_around(file: BinaryIO, position: int) -> bytes | None:
     return data[first:end] if end >= 0 else None
 
 
-def sample_part(path: Path, connection: duckdb.DuckDBPyConnection) -> list[Point]:
-    """Points of a sealed part by step: its evaluations, its last row, an even spread."""
-    source = f"read_parquet({literal(str(path))})"
-    present = {row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
-    values = [
-        f"TRY_CAST({quoted(name)} AS DOUBLE)" if name in present else "NULL" for name in COLUMNS
-    ]
-    rows = connection.execute(
-        f"""
-        WITH numbered AS (
-            SELECT TRY_CAST(step AS BIGINT) AS step, {values[0]} AS loss, {values[1]} AS validation,
-                   {values[2]} AS rate, row_number() OVER (ORDER BY step) AS n,
-                   count(*) OVER () AS total
-            FROM {source} WHERE step >= 0)
-        SELECT step, loss, validation, rate FROM numbered
-        WHERE step IS NOT NULL
-          AND (n % greatest(1, total // {4 * SPARK_POINTS}) = 0 OR n = total
-               OR validation IS NOT NULL)
-        ORDER BY n
-        """
-    ).fetchall()
-    return [Point(*row) for row in rows]
+def sample_part(path: Path, count: int) -> list[Point]:
+    """About `count` points of a sealed part by step: its last row, an even spread, evaluations."""
+    found = read_part(path, ("step", *COLUMNS))
+    if "step" not in found or not len(found["step"].values):
+        return []
+    rows = len(found["step"].values)
+    chosen = set(range(rows - 1, -1, -max(1, rows // count)))
+    if COLUMNS[1] in found:
+        chosen |= set(found[COLUMNS[1]].present.nonzero()[0].tolist())
+    points = []
+    for at in sorted(chosen):
+        values = [
+            float(found[name].values[at]) if name in found and found[name].present[at] else None
+            for name in COLUMNS
+        ]
+        step = step_number(float(found["step"].values[at]))
+        if step is not None:
+            points.append(Point(step, *values))
+    return sorted(points)
+
+
+def last_evaluation(path: Path) -> float | None:
+    """The newest `loss/validation` in the end of an events file that no resume left behind."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - EVENT_BYTES))
+            data = file.read()
+    except OSError:
+        return None
+    start = data.find(b"\n") + 1 if size > EVENT_BYTES else 0
+    records, _ = parse_lines(data[start : data.rfind(b"\n") + 1])
+    found: dict[int, float] = {}
+    for record in records:
+        step, loss = step_number(record.get("step")), number(record.get(COLUMNS[1]))
+        if step is None:
+            continue
+        if record.get("event") == "resume":
+            found = {known: value for known, value in found.items() if known <= step}
+        elif record.get("event") == "eval" and loss is not None:
+            found[step] = loss
+    return found[max(found)] if found else None
 
 
 def join_attempts(points: dict[int, list[Point]]) -> list[Point]:
@@ -154,18 +183,23 @@ def join_attempts(points: dict[int, list[Point]]) -> list[Point]:
     return kept
 
 
-def _last(values: list[float | None]) -> float | None:
+def _last(values: Sequence[float | None]) -> float | None:
     return next((value for value in reversed(values) if value is not None), None)
 
 
-def summarise(run: Run, points: list[Point]) -> Summary:
-    """The summary of ordered points; a result in run.json goes before the metrics."""
+def summarise(run: Run, points: list[Point], evaluated: float | None) -> Summary:
+    """The summary of ordered points; a result in run.json goes before the metrics.
+
+    `evaluated` is the last evaluation that an event holds.
+    """
     finite = [(p.step, p.loss) for p in points if p.loss is not None and math.isfinite(p.loss)]
+    measured = _last([p.validation for p in points])
     return Summary(
         step=points[-1].step if points else run.step,
         loss=_last([p.loss for p in points]),
-        validation=run.results.get("loss/validation", _last([p.validation for p in points])),
+        validation=run.results.get(COLUMNS[1], evaluated if evaluated is not None else measured),
         tokens_per_s=_last([p.tokens_per_s for p in points]),
+        imbalance=_last([p.imbalance for p in points]),
         spark=tuple(spread(finite, SPARK_POINTS)),
     )
 
@@ -188,35 +222,91 @@ def _nearest(steps: list[int], mark: float) -> int:
     return left if mark - steps[left] <= steps[right] - mark else right
 
 
-class Summaries:
-    """Summaries of runs, with what each file yielded kept. Not safe to use from several threads."""
+def _chosen(parts: list[MetricsFile]) -> list[MetricsFile]:
+    """At most `PARTS` parts of an attempt, spread evenly, the first and the last among them."""
+    if len(parts) <= PARTS:
+        return parts
+    return [parts[round(i * (len(parts) - 1) / (PARTS - 1))] for i in range(PARTS)]
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self._connection = connection
-        self._points: dict[Path, tuple[Signature, list[Point]]] = {}
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A summary, what it was made from, and when the metrics folder last changed."""
+
+    files: tuple[Signature, ...]
+    folder_mtime_ns: int
+    run: Run
+    summary: Summary
+
+
+class Summaries:
+    """Summaries of runs, made again where files changed. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, int], _Known] = {}
+        self._points: Recent[tuple[Path, Signature, int], list[Point]] = Recent(
+            MOST_POINT_BYTES, lambda points: 100 + POINT_BYTES * len(points)
+        )
+
+    def known(self, run: Run) -> tuple[Summary | None, bool]:
+        """The last summary of `run` if there is one, and whether it is still right."""
+        found = self._known.get((run.key, run.identity))
+        if found is None:
+            return None, False
+        # A stalled run that goes on is no longer stalled, so it is another run than the one known.
+        fresh = found.run == run and run.status != "running"
+        return found.summary, fresh and _mtime_ns(run.folder) == found.folder_mtime_ns
+
+    def forget(self, runs: dict[str, Run]) -> None:
+        """Lets go of all runs but these."""
+        kept = {(run.key, run.identity) for run in runs.values()}
+        with self._lock:
+            self._known = {key: known for key, known in self._known.items() if key in kept}
 
     def summary(self, run: Run) -> Summary:
         """The summary of `run`, from its lowest rank's files."""
+        mtime_ns = _mtime_ns(run.folder)
         files = [file for file in list_metrics_files(run.folder) if not file.experts]
         lowest = min((file.rank for file in files), default=0)
-        points: dict[int, list[Point]] = {}
-        # Live rows first: where a step stands in both, the sealed one is put last and stays.
-        for file in sorted(files, key=lambda file: file.sealed):
-            if file.rank == lowest:
-                points.setdefault(file.attempt, []).extend(self._sample(file))
-        return summarise(run, join_attempts(points))
+        files = [file for file in files if file.rank == lowest]
+        signatures = tuple(file.signature for file in files)
+        key = (run.key, run.identity)
+        known = self._known.get(key)
+        if known is not None and known.files == signatures and known.run == run:
+            return known.summary
+        made = summarise(run, self._sampled(files), last_evaluation(run.folder / "events.jsonl"))
+        with self._lock:
+            self._known[key] = _Known(signatures, mtime_ns, run, made)
+        return made
 
-    def _sample(self, file: MetricsFile) -> list[Point]:
-        known = self._points.get(file.path)
-        if known and known[0] == file.signature:
-            return known[1]
+    def _sampled(self, files: list[MetricsFile]) -> list[Point]:
+        points: dict[int, list[Point]] = {}
+        for attempt in sorted({file.attempt for file in files}):
+            own = [file for file in files if file.attempt == attempt]
+            parts = _chosen([file for file in own if file.sealed])
+            count = max(2, 2 * SPARK_POINTS // max(1, len(parts)))
+            # Live rows first: where a step stands in both, the sealed one is put last and stays.
+            for file in [file for file in own if not file.sealed] + parts:
+                points.setdefault(attempt, []).extend(self._sample(file, count))
+        return join_attempts(points)
+
+    def _sample(self, file: MetricsFile, count: int) -> list[Point]:
+        key = (file.path, file.signature, count)
+        known = self._points.get(key)
+        if known is not None:
+            return known
         try:
-            if file.sealed:
-                points = sample_part(file.path, self._connection)
-            else:
-                points = sample_lines(file.path)
-        except (OSError, duckdb.Error):
+            points = sample_part(file.path, count) if file.sealed else sample_lines(file.path)
+        except (OSError, pa.ArrowException, ValueError):
             # The run's own page names the file; the list shows what the others hold.
             points = []
-        self._points[file.path] = (file.signature, points)
+        self._points.put(key, points)
         return points
+
+
+def _mtime_ns(folder: Path) -> int:
+    try:
+        return (folder / "metrics").stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,27 +1,36 @@
-"""What one dashboard process knows: the index, the summaries and the tables of the runs being
-looked at.
+"""What one dashboard process knows: the index, the summaries and the data of the runs being looked
+at.
 
-Sessions are threads, so everything is behind one lock. Tables of the `OPEN_RUNS` runs that were
-looked at last stay in memory; the list of runs is walked at most once in `INDEX_S` seconds.
+Sessions are threads. The list of runs is walked at most once in `INDEX_S` seconds; summaries are
+made by one thread beside the sessions, so that a list of thousands does not wait for all of them.
+Tables of the `OPEN_RUNS` runs, and expert loads of those runs, that were looked at last stay in
+memory, these within `MOST_EXPERT_BYTES`.
 """
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
 
-from nviz.store.database import Database
+from nviz.store.columns import ColumnReader
+from nviz.store.database import Database, needs_metrics
+from nviz.store.events import Event, EventLog
+from nviz.store.experts import ExpertLoads
+from nviz.store.heat import Heat
 from nviz.store.hydra import HydraFolder, HydraIndex
+from nviz.store.parts import PartIndex
 from nviz.store.run_data import RunData
 from nviz.store.runs import Run, RunIndex
 from nviz.store.summary import Summaries, Summary
 
 OPEN_RUNS = 8
 INDEX_S = 1.0
+MOST_EXPERT_BYTES = 512 * 2**20
 SNAPSHOT_S = 15.0
 
 
@@ -37,12 +46,20 @@ class Workspace:
         # Its own: reading all runs takes seconds, and the other pages go on meanwhile.
         self._snapshot_lock = threading.Lock()
         self._connection = duckdb.connect(":memory:")
-        self._summaries = Summaries(self._connection.cursor())
+        self._summaries = Summaries()
+        self._summing = ThreadPoolExecutor(1, thread_name_prefix="nviz-summaries")
+        self._summed: Future[None] | None = None
+        self.columns = ColumnReader()
+        self.heat = Heat()
+        self._events: OrderedDict[tuple[str, int], EventLog] = OrderedDict()
+        self._experts_lock = threading.Lock()
+        self._experts: OrderedDict[tuple[str, int], ExpertLoads] = OrderedDict()
         self._open: OrderedDict[tuple[str, int], RunData] = OrderedDict()
         self._opened = 0
         self._runs: dict[str, Run] = {}
         self._walked = -INDEX_S
-        self._snapshot: tuple[float, Database] | None = None
+        self._parts = PartIndex()
+        self._snapshots: dict[bool, tuple[float, Database]] = {}
 
     def runs(self) -> dict[str, Run]:
         """Runs by key, the newest first."""
@@ -62,8 +79,28 @@ class Workspace:
 
     def summary(self, run: Run) -> Summary:
         """What the list shows of `run`."""
-        with self._lock:
-            return self._summaries.summary(run)
+        return self._summaries.summary(run)
+
+    def summaries(self, runs: Sequence[Run], wait_s: float) -> dict[str, Summary]:
+        """What is known of `runs` by key; waits at most `wait_s` seconds for what is missing.
+
+        The rest is made meanwhile, and is there at a later call.
+        """
+        known = {run.key: self._summaries.known(run) for run in runs}
+        missing = [run for run in runs if not known[run.key][1]]
+        if missing:
+            with self._lock:
+                if self._summed is None or self._summed.done():
+                    self._summed = self._summing.submit(self._summarise, missing)
+                making = self._summed
+            wait([making], timeout=wait_s)
+        found = {run.key: self._summaries.known(run)[0] for run in runs}
+        return {key: summary for key, summary in found.items() if summary is not None}
+
+    def _summarise(self, runs: Sequence[Run]) -> None:
+        self._summaries.forget(self.runs())
+        for run in runs:
+            self._summaries.summary(run)
 
     @contextmanager
     def data(self, run: Run) -> Iterator[RunData]:
@@ -77,13 +114,48 @@ class Workspace:
             data.refresh()
             yield data
 
+    def events(self, run: Run) -> list[Event]:
+        """The newest events of `run`, in the order in which they were written."""
+        with self._lock:
+            key = (run.key, run.identity)
+            log = self._events.pop(key, None) or EventLog(run.folder)
+            self._events[key] = log
+            while len(self._events) > OPEN_RUNS:
+                self._events.popitem(last=False)
+            log.refresh()
+            return list(log.events)
+
+    @contextmanager
+    def experts(self, run: Run) -> Iterator[ExpertLoads]:
+        """The expert loads of `run`, just refreshed. Leave the block soon: others wait for it."""
+        with self._experts_lock:
+            key = (run.key, run.identity)
+            loads = self._experts.pop(key, None) or ExpertLoads(run.folder)
+            self._experts[key] = loads
+            loads.refresh()
+            while len(self._experts) > 1 and self._too_many_experts():
+                self._experts.popitem(last=False)
+            yield loads
+
+    def _too_many_experts(self) -> bool:
+        held = sum(loads.size_bytes for loads in self._experts.values())
+        return len(self._experts) > OPEN_RUNS or held > MOST_EXPERT_BYTES
+
     def _new_data(self, run: Run) -> RunData:
         self._opened += 1
         return RunData(run.folder, self._connection, f"run_{self._opened}")
 
-    def database(self) -> tuple[float, Database]:
-        """When the newest SQL snapshot was taken (seconds since the epoch), and the snapshot."""
+    def database(self, sql: str) -> tuple[float, Database]:
+        """When the newest snapshot that answers `sql` was taken (seconds since the epoch), and the
+        snapshot: with metrics and events only if it names them, as these take long.
+        """
+        whole = needs_metrics(sql)
         with self._snapshot_lock:
-            if self._snapshot is None or time.time() - self._snapshot[0] > SNAPSHOT_S:
-                self._snapshot = (time.time(), Database(self.runs().values()))
-            return self._snapshot
+            known = self._snapshots.get(whole)
+            if known is None or time.time() - known[0] > SNAPSHOT_S:
+                if known is not None:
+                    known[1].close()
+                runs = self.runs().values()
+                known = (time.time(), Database(runs, whole, self._parts))
+                self._snapshots[whole] = known
+            return known

@@ -1,0 +1,254 @@
+"""Curves of several runs beside one another, and their spread where runs differ in the seed alone.
+
+Letters: R runs of a group, G points of the grid on which they are brought together.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from nviz.queries.curves import (
+    AXIS_COLUMNS,
+    Array,
+    Axis,
+    Table,
+    curve,
+    downsample,
+    smooth,
+    table_of,
+)
+from nviz.store.columns import ColumnReader, Rows
+from nviz.store.recent import Recent
+from nviz.store.runs import Run
+
+Grouping = Literal["run", "group", "seed"]
+
+GRID = 300
+READERS = 2
+MOST_BYTES = 32 * 2**20
+AXIS_NAMES = tuple(name for name in AXIS_COLUMNS.values() if name != "step")
+# Points of all curves of one chart together, so that fifty draw as fast as five.
+MOST_POINTS = 16_000
+# Settings that tell seeds and folders apart, and change nothing else.
+SEEDS = (("run", "seed"), ("run", "dir"), ("run", "name"), ("run", "tags"), ("run", "group"))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One run's curve of one metric, down-sampled; `bad` are the non-finite values' places."""
+
+    label: str
+    x: Array
+    y: Array
+    bad_x: Array
+    bad_words: list[str]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the run did not record the metric along this axis."""
+        return len(self.x) == 0 and len(self.bad_x) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Mean, lowest and highest (G) of a group's runs along x."""
+
+    label: str
+    runs: int
+    x: Array
+    mean: Array
+    low: Array
+    high: Array
+
+
+class Lines:
+    """Down-sampled curves of runs, made again only where a run's files changed.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, columns: ColumnReader) -> None:
+        self._columns = columns
+        self._known: Recent[tuple[object, ...], Line] = Recent(
+            MOST_BYTES, lambda line: 400 + 16 * len(line.x) + 80 * len(line.bad_x)
+        )
+
+    def draw(
+        self, runs: Mapping[str, Run], metrics: Sequence[str], axis: Axis, smoothing: float
+    ) -> tuple[dict[str, list[Line]], list[str]]:
+        """Each metric's curves of `runs`, given by label, and what could not be read."""
+        buckets = max(40, MOST_POINTS // (2 * max(1, len(runs))))
+        with ThreadPoolExecutor(READERS) as pool:
+            made = pool.map(
+                lambda item: self._of_run(item[0], item[1], metrics, axis, smoothing, buckets),
+                runs.items(),
+            )
+        found: dict[str, list[Line]] = {metric: [] for metric in metrics}
+        problems = []
+        for lines, unreadable in made:
+            problems += unreadable
+            for metric, line in lines.items():
+                found[metric].append(line)
+        return found, problems
+
+    def _of_run(
+        self,
+        label: str,
+        run: Run,
+        metrics: Sequence[str],
+        axis: Axis,
+        smoothing: float,
+        buckets: int,
+    ) -> tuple[dict[str, Line], list[str]]:
+        base = (run.folder, self._columns.signatures(run.folder), axis, smoothing, buckets)
+        lines = {metric: self._known.get((*base, metric)) for metric in metrics}
+        missing = [metric for metric, line in lines.items() if line is None]
+        problems: list[str] = []
+        if missing:
+            rows = self._columns.rows(run.folder, [*missing, *AXIS_NAMES])
+            table = table_of(rows, axis)
+            problems = [f"{label}: {line}" for line in rows.problems]
+            for metric in missing:
+                line = _line(label, table, metric, smoothing, buckets)
+                # A file that could not be read may be readable next time.
+                if not problems:
+                    self._known.put((*base, metric), line)
+                lines[metric] = line
+        return {m: replace(line, label=label) for m, line in lines.items() if line}, problems
+
+
+def _line(label: str, table: Table, metric: str, smoothing: float, buckets: int) -> Line:
+    if metric not in table.present:
+        return Line(label, np.zeros(0), np.zeros(0), np.zeros(0), [])
+    whole = curve(table, metric, ~table.superseded)
+    x, y = downsample(whole.x, smooth(whole.y, smoothing), buckets)
+    return Line(label, x, y, whole.bad_x, whole.bad_words)
+
+
+def read(runs: Mapping[str, Run], metrics: Sequence[str], columns: ColumnReader) -> dict[str, Rows]:
+    """All rows of the metrics by label, for `bands`."""
+    names = [*metrics, *AXIS_NAMES]
+    with ThreadPoolExecutor(READERS) as pool:
+        found = pool.map(lambda run: columns.rows(run.folder, names), runs.values())
+        return dict(zip(runs, found, strict=True))
+
+
+def bands(
+    found: Mapping[str, Rows],
+    groups: Mapping[str, Sequence[str]],
+    metric: str,
+    axis: Axis,
+    smoothing: float,
+) -> list[Band]:
+    """Mean and spread of each group of labels; x reaches as far as every run of the group does."""
+    made = []
+    for name, members in groups.items():
+        wholes = []
+        for label in members:
+            table = table_of(found[label], axis)
+            if metric in table.present:
+                whole = curve(table, metric, ~table.superseded)
+                if len(whole.x):
+                    wholes.append((whole.x, smooth(whole.y, smoothing)))
+        if wholes:
+            made.append(_band(name, wholes))
+    return made
+
+
+def _band(label: str, wholes: Sequence[tuple[Array, Array]]) -> Band:
+    start = max(float(x[0]) for x, _ in wholes)
+    end = min(float(x[-1]) for x, _ in wholes)
+    grid_G = np.linspace(start, max(start, end), GRID)
+    values_RG = np.stack([_means(x, y, grid_G) for x, y in wholes])
+    return Band(
+        label,
+        len(wholes),
+        grid_G,
+        values_RG.mean(axis=0),
+        values_RG.min(axis=0),
+        values_RG.max(axis=0),
+    )
+
+
+def _means(x: Array, y: Array, grid_G: Array) -> Array:
+    """Mean of y around each grid point; between records, where there is none, on the line."""
+    half = (grid_G[1] - grid_G[0]) / 2 if len(grid_G) > 1 else 0.0
+    first = np.searchsorted(x, grid_G - half, side="left")
+    last = np.searchsorted(x, grid_G + half, side="right")
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    counts = last - first
+    with np.errstate(invalid="ignore", divide="ignore"):
+        inside = (sums[last] - sums[first]) / counts
+    return np.where(counts > 0, inside, np.interp(grid_G, x, y))
+
+
+def group_of(run: Run, grouping: Grouping) -> str:
+    """What runs must have in common to be one line: nothing, their group, or all but the seed."""
+    if grouping == "run":
+        return run.key
+    if grouping == "group":
+        return run.group or run.name
+    return _settings_of(run)
+
+
+def _settings_of(run: Run) -> str:
+    config = dict(run.config)
+    for section, setting in SEEDS:
+        inside = config.get(section)
+        if isinstance(inside, dict):
+            config[section] = {name: value for name, value in inside.items() if name != setting}
+    return repr(sorted(config.items()))
+
+
+def groups(runs: Mapping[str, Run], grouping: Grouping) -> dict[str, list[str]]:
+    """Labels by group. A group of several runs is called by their group, or by the first's name."""
+    members: dict[str, list[str]] = {}
+    for label, run in runs.items():
+        members.setdefault(group_of(run, grouping), []).append(label)
+    named: dict[str, list[str]] = {}
+    for labels in members.values():
+        first = runs[labels[0]]
+        name = labels[0] if len(labels) == 1 else (first.group or first.name)
+        while name in named:
+            name += " ·"
+        named[name] = labels
+    return named
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A label for each run: its name, with its key where names repeat."""
+    names = [run.name for run in runs]
+    return [f"{run.name} ({run.key})" if names.count(run.name) > 1 else run.name for run in runs]
+
+
+def arrow(found: Sequence[Line]) -> pa.Table:
+    """The drawn points as rows of run, x and y, for a download."""
+    return pa.table(
+        {
+            "run": [line.label for line in found for _ in range(len(line.x))],
+            "x": _joined([line.x for line in found]),
+            "y": _joined([line.y for line in found]),
+        }
+    )
+
+
+def band_arrow(found: Sequence[Band]) -> pa.Table:
+    """The bands as rows of group, x, mean, lowest and highest, for a download."""
+    return pa.table(
+        {
+            "group": [band.label for band in found for _ in range(len(band.x))],
+            "x": _joined([band.x for band in found]),
+            "mean": _joined([band.mean for band in found]),
+            "low": _joined([band.low for band in found]),
+            "high": _joined([band.high for band in found]),
+        }
+    )
+
+
+def _joined(parts: list[NDArray[np.float64]]) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(0)

@@ -1,0 +1,65 @@
+"""The events of one run, read on from where the last reading ended; the newest `MOST` are kept."""
+
+import json
+import logging
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nviz.store.lines import GrowingLines
+from nviz.store.parse import number, parse_lines, step_number
+
+log = logging.getLogger("nviz")
+
+MOST = 20_000
+OWN_FIELDS = ("time_unix_s", "event", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of events.jsonl; `detail` holds its other fields."""
+
+    time_unix_s: float | None
+    event: str
+    step: int | None
+    detail: dict[str, Any]
+
+    @property
+    def detail_text(self) -> str:
+        """The other fields as JSON, empty if there are none."""
+        return json.dumps(self.detail, sort_keys=True) if self.detail else ""
+
+
+class EventLog:
+    """The events of the run in `folder`. Not safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines = GrowingLines(folder / "events.jsonl")
+        self.events: deque[Event] = deque(maxlen=MOST)
+
+    def refresh(self) -> None:
+        """Reads what was added since the last call."""
+        try:
+            for at_start, data in self._lines.new_blocks_from():
+                if at_start:
+                    self.events.clear()
+                records, skipped = parse_lines(data)
+                self._lines.skipped += skipped
+                self.events += [_event(record) for record in records]
+        except OSError as error:
+            log.warning("events.jsonl: %s", error)
+
+    def problems(self) -> list[str]:
+        """One line if lines could not be read."""
+        count = self._lines.skipped
+        return [f"events.jsonl: {count} unreadable line(s) skipped"] if count else []
+
+
+def _event(record: dict[str, Any]) -> Event:
+    return Event(
+        time_unix_s=number(record.get("time_unix_s")),
+        event=str(record.get("event"))[:200].encode(errors="replace").decode(),
+        step=step_number(record.get("step")),
+        detail={name: value for name, value in record.items() if name not in OWN_FIELDS},
+    )
