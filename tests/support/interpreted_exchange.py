@@ -44,6 +44,7 @@ class Rank:
         # What a wait notes: nothing, where nobody is late.
         self.notes = [torch.zeros(size, dtype=torch.int64) for size in (1, 3, shape.ranks)]
         self.sent = torch.zeros(2, shape.ranks, dtype=torch.int64)
+        self.returned = torch.zeros(2, shape.ranks, dtype=torch.int64)
 
     def part(self, offset: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A part of the memory, as a tensor."""
@@ -119,6 +120,9 @@ def main(ranks: int, experts: int, slots: int, width: int) -> None:
         others = [0 if peer == me else 3 * int(rows) for peer, rows in enumerate(rank.plan.rows_R)]
         if rank.sent.tolist() != [others, [4 * rows for rows in others]]:
             wrong.append("sent")
+        back = [0 if peer == me else int(rank.received[peer]) for peer in range(ranks)]
+        if rank.returned.tolist() != [back, [4 * rows for rows in back]]:
+            wrong.append("returned")
     sys.stdout.write(json.dumps(wrong))
 
 
@@ -170,8 +174,8 @@ def combined(world, bases, parts, sizes):
     values = [torch.randn(ranks, most, slots) for _ in world]
     for me, rank in enumerate(world):
         kernels.return_kernel[(PROGRAMS,)](
-            given[me], values[me], rank.received, bases, rank.epoch, rank.done, width, slots, me,
-            ranks, most, parts.rows[area], parts.weights[area], parts.flags,
+            given[me], values[me], rank.received, bases, rank.epoch, rank.done, *rank.returned,
+            width, slots, me, ranks, most, 4, parts.rows[area], parts.weights[area], parts.flags,
             WITH_SLOTS=True, **sizes,
         )  # fmt: skip
     for me, rank in enumerate(world):

@@ -3,6 +3,7 @@
 Every function takes its rank and the group's folder, and returns what the test looks at.
 """
 
+import dataclasses
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ from nmoe_kernels.experts import run_experts
 from nmoe_kernels.rdep import ExpertParallel, Settings, expert_parallel_moe
 from nmoe_kernels.rdep import layer as rdep_layer
 from nmoe_kernels.rdep.plan import plan_source
-from nmoe_kernels.rdep.transports import collective
+from nmoe_kernels.rdep.transports import collective, p2p
 from rdep_inputs import INNER, WIDTH, Problem, as_routing, make_problem, share
 from rdep_ranks import Refusal
 from torch import Tensor, nn
@@ -255,6 +256,9 @@ def odd_inputs(rank: int, folder: Path) -> dict[str, Any]:
             answers["autocast"] = torch.equal(layer(x)[0], plain)
         answers["p2p"] = attempt(lambda: open_group(4, 2, torch.float32, transport="p2p"))
         answers["local"] = attempt(lambda: open_group(4, 2, torch.float32, transport="local"))
+        on_gpu = dataclasses.replace(group.shape, device=torch.device("cuda", 0))
+        odd_one = dataclasses.replace(on_gpu, tokens_max=64 + rank)
+        answers["sizes"] = [p2p.why_unusable(s, dist.group.WORLD) for s in (on_gpu, odd_one)]
     answers["closed"] = attempt(lambda: layer(x))
     return answers
 

@@ -26,6 +26,7 @@ from nmoe_train.model import Transformer
 from nmoe_train.model.moe_block import router_bias
 from nmoe_train.optim import build_optimizer
 from nmoe_train.parallel import Layout
+from nmoe_train.parallel.groups import Groups, Result
 from nmoe_train.step import train_step
 from nmoe_train.telemetry.timers import StageTimer
 from safetensors.torch import load_file
@@ -208,6 +209,24 @@ def test_a_half_written_folder_is_written_anew(tmp_path: Path) -> None:
     assert checkpoint is not None
     assert torch.equal(checkpoint.tensors()["model.a"], torch.full((3, 4), 44.0))
     assert not (folder / "rank-00001.safetensors").exists()
+
+
+def test_a_peer_lost_after_the_commit_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+    class LosesPeers(Groups):
+        """Groups of rank 0, whose peers are gone once it has completed the folder."""
+
+        def first_does(self, action: Callable[[], Result]) -> Result:
+            result = action()
+            if steps_in(tmp_path)[:1] == [4]:
+                raise TrainError("E-PEER", "another rank has left", "start again")
+            return result
+
+    write(tmp_path, 2)
+    with pytest.raises(TrainError, match="E-PEER"):
+        write_checkpoint(tmp_path, 4, small(4), META, keep=1, groups=LosesPeers(Layout()))
+    assert steps_in(tmp_path) == [4, 2]
+    checkpoint, problems = newest_sound_checkpoint(tmp_path)
+    assert checkpoint is not None and checkpoint.step == 4 and problems == []
 
 
 class Crash(BaseException):

@@ -101,6 +101,7 @@ def failure(path: Path, *sets: str, **environment: str) -> TrainError:
         ),
         (["train.micro_batch_size=3"], "train.micro_batch_size", "take a divisor of 4"),
         (["parallel.dp=3"], "train.batch_size", "take a multiple of parallel.dp"),
+        (["parallel.rdep.deadline_s=1e-4"], "parallel.rdep.deadline_s", "1"),
         (
             ["schedule.warmup=0.6", "schedule.decay=0.6"],
             "schedule.decay",

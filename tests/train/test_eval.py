@@ -13,6 +13,8 @@ from nmoe_train.data import TrainingData
 from nmoe_train.errors import TrainError
 from nmoe_train.eval import generate, validation_loss
 from nmoe_train.model import Transformer
+from nmoe_train.parallel.groups import ALONE
+from nmoe_train.run import GENERATED_TOKENS, PROMPT_TOKENS, most_tokens
 
 Tiny = Callable[..., Config]
 Build = Callable[..., Transformer]
@@ -124,6 +126,17 @@ def test_the_same_seed_writes_the_same_text_and_another_seed_another(
     assert text(seed=3) == first
     assert len({text(seed=seed) for seed in range(8)}) == 8
     assert text(seed=3, temperature=1e-4) == text(temperature=0.0)
+
+
+def test_a_prompt_cut_inside_a_character_fits_the_exchange_between_ranks(
+    tiny: Tiny, tokenizer: Tokenizer
+) -> None:
+    texts = ["a" * letters + "é日𝄞" * PROMPT_TOKENS for letters in range(PROMPT_TOKENS)]
+    prompts = [tokenizer.decode(tokenizer.encode(text)[:PROMPT_TOKENS]) for text in texts]
+    longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert longest > PROMPT_TOKENS
+    config = tiny(**{"train.micro_batch_size": 1, "model.positions": 512})
+    assert most_tokens(config, ALONE) >= longest + GENERATED_TOKENS
 
 
 def test_it_stops_at_the_end_of_the_document(

@@ -82,6 +82,7 @@ def test_a_data_rank_counts_replicas() -> None:
         ({"parallel.pp": 4}, "parallel.pp = 4, and pipeline parallelism does not exist yet; set"),
         ({"parallel.ep": 5}, "divide the 12 experts of a layer; the nearest that do are 4 and 6"),
         ({"parallel.ep": 24}, "divide the 12 experts of a layer; the nearest that do are 12"),
+        ({"parallel.ep": 2, "parallel.rdep.transport": "local"}, "for one rank, and parallel.ep ="),
         (
             {"parallel.ep": 3, "parallel.dp": 4},
             "parallel.dp = 4, over whose ranks it folds; the nearest ep that do are 2 and 4; or "

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from nmoe_kernels import KernelError
+from nmoe_kernels.rdep import ExpertParallel, Settings
 from nmoe_train.config import Config
 from nmoe_train.errors import TrainError
 from nmoe_train.loop import Outcome
@@ -260,6 +262,34 @@ def test_an_error_in_the_last_validation_fails_the_run(
     assert (record["status"], record["results"]) == ("failed", {})
     assert run(tiny()).status == "completed"
     same_end(tiny())
+
+
+def test_tokens_lost_in_the_last_validation_fail_the_run(
+    tiny: Tiny, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nmoe_train.loop as loop
+
+    def killed(*_: object) -> float:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        # All steps are made and saved: what is left to the next attempt is the validation.
+        patch.setattr(loop, "unigram_loss", killed)
+        run(tiny())
+    config = tiny()
+    experts = ExpertParallel(
+        None,
+        experts=config.model.moe.experts,
+        width=config.model.width,
+        slots=config.model.moe.top_k,
+        tokens_max=config.train.batch_size * config.train.seq_len,
+        dtype=torch.float32,
+        device="cpu",
+        settings=Settings(capacity=0.1),
+    )
+    with experts, pytest.raises(KernelError, match="E-RDEP-CAPACITY"):
+        run(config, experts=experts)
+    assert json.loads((config.run.dir / "run.json").read_text())["status"] == "failed"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -46,7 +46,10 @@ def test_settings_name_the_field_that_is_wrong(field, value):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("sizes", [{"experts": 0}, {"slots": 0}, {"slots": 9}, {"tokens_max": 0}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"experts": 0}, {"slots": 0}, {"slots": 9}, {"tokens_max": 0}, {"tokens_max": 2**31 // 3 + 1}],
+)
 def test_sizes_that_do_not_fit_are_refused(sizes):
     with pytest.raises(KernelError) as error:
         alone(**sizes)

@@ -181,6 +181,11 @@ def test_counters_count_what_one_call_moved(answers):
     assert dataclasses.fields(first)
 
 
+def test_ranks_that_would_write_past_each_others_memory_are_refused(answers):
+    for answer in answers["odd"]:
+        assert answer["sizes"] == [None, "its ranks were opened with different sizes"]
+
+
 def test_transports_that_cannot_run_say_why(answers):
     for answer in answers["odd"]:
         assert answer["p2p"].code == answer["local"].code == "E-RDEP-TRANSPORT"

@@ -305,6 +305,9 @@ class _Training:
             chunk=self.config.train.loss_chunk,
             groups=self.groups,
         )
+        if self.experts is not None:
+            # Before the number is believed: tokens may have missed their experts.
+            self.experts.check()
         self.results["loss/validation"] = loss
         self.folder.event("eval", step=self.step, **{"loss/validation": loss})
         return loss

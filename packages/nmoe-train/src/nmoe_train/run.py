@@ -36,7 +36,7 @@ def run_config(
         )
         if data.note is not None:
             observer.message(data.note)
-        dtype, longest = DTYPES[config.precision.dtype], _most_tokens(config, groups)
+        dtype, longest = DTYPES[config.precision.dtype], most_tokens(config, groups)
         with open_experts(config, groups, device, dtype, longest) as experts:
             if not groups.alone:
                 observer.message(_describe(config, groups.layout))
@@ -70,11 +70,12 @@ def _open_data(config: Config, groups: Groups, observer: ConsoleObserver) -> Tra
     return prepared[0] if prepared else open_prepared(config, verify=False)
 
 
-def _most_tokens(config: Config, groups: Groups) -> int:
+def most_tokens(config: Config, groups: Groups) -> int:
     """The most tokens that a rank computes at once, in training or after it."""
     train = config.train
     sequences = train.micro_batch_size or train.batch_size // groups.layout.dp
-    longest_text = min(PROMPT_TOKENS + GENERATED_TOKENS, config.model.positions)
+    # A character that the end of the prompt cuts comes back longer: U+FFFD is three bytes.
+    longest_text = min(3 * PROMPT_TOKENS + GENERATED_TOKENS, config.model.positions)
     return max(sequences * train.seq_len, longest_text)
 
 

@@ -171,7 +171,8 @@ def _check_sizes(ranks: int, experts: int, width: int, slots: int, tokens_max: i
     for name, value, most in (
         ("width", width, None),
         ("slots", slots, experts),
-        ("tokens_max", tokens_max, 2**31 - 1),
+        # Rows and slots of the receive area are counted in 32 bits.
+        ("tokens_max", tokens_max, (2**31 - 1) // (ranks * max(slots, 1))),
     ):
         if value < 1 or (most is not None and value > most):
             what = f"{name} of the expert-parallel group is {value}"

@@ -125,23 +125,20 @@ def put_kernel(
             rows = tl.load(rows_ptr + peer)
             counts = part_of(bases_ptr, peer, counts_at, tl.pointer_type(tl.int64))
             tl.store(counts + me, rows)
-            crossing = tl.where(peer == me, 0, rows)
-            tl.store(rows_sent_ptr + peer, tl.load(rows_sent_ptr + peer) + crossing)
-            sent_bytes = tl.load(bytes_sent_ptr + peer) + crossing * row_bytes
-            tl.store(bytes_sent_ptr + peer, sent_bytes)
+            add_sent(rows_sent_ptr, bytes_sent_ptr, peer, rows, me, row_bytes)
         release(bases_ptr, epoch_ptr, me, ranks, flags_at)
 
 
 @triton.jit
 def return_kernel(
-    rows_ptr, values_ptr, counts_ptr, bases_ptr, epoch_ptr, done_ptr,
-    width, slots, me, ranks, tokens_max, rows_at, values_at, flags_at,
+    rows_ptr, values_ptr, counts_ptr, bases_ptr, epoch_ptr, done_ptr, rows_sent_ptr, bytes_sent_ptr,
+    width, slots, me, ranks, tokens_max, row_bytes, rows_at, values_at, flags_at,
     WITH_SLOTS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stores rows [R * T_max, H] of segment s in segment `me` of source s, for all but this rank.
 
     counts [R]: int64, how many rows of each segment are used. WITH_SLOTS: values [R * T_max, K] go
-    with their rows.
+    with their rows. Adds to rows_sent and bytes_sent [R] as `put_kernel` does.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     for other in range(1, ranks):
@@ -165,6 +162,9 @@ def return_kernel(
                 tl.store(values + there * slots + k, value, mask=mask)
     if is_last(done_ptr):
         release(bases_ptr, epoch_ptr, me, ranks, flags_at)
+        # Peers need not wait for these sums.
+        for peer in range(ranks):
+            add_sent(rows_sent_ptr, bytes_sent_ptr, peer, tl.load(counts_ptr + peer), me, row_bytes)
 
 
 @triton.jit
@@ -270,6 +270,14 @@ def sum_kernel(
     tl.store(out_ptr + token * width + column, total, mask=column < width)
     if WITH_SLOTS and tl.program_id(1) == 0:
         tl.store(values_ptr + token * slots + k, values, mask=k < slots)
+
+
+@triton.jit
+def add_sent(rows_sent_ptr, bytes_sent_ptr, peer, rows, me, row_bytes):
+    """Adds rows for a peer, and their bytes, to what was sent; nothing for this rank."""
+    crossing = tl.where(peer == me, 0, rows)
+    tl.store(rows_sent_ptr + peer, tl.load(rows_sent_ptr + peer) + crossing)
+    tl.store(bytes_sent_ptr + peer, tl.load(bytes_sent_ptr + peer) + crossing * row_bytes)
 
 
 @triton.jit

@@ -65,8 +65,9 @@ def write_checkpoint(
         bodies = groups.all_do(lambda: _write_body(folder, groups.layout.rank, tensors))
         groups.first_does(lambda: _complete(folder, step, meta, bodies))
     except BaseException:
-        # Half a checkpoint helps nobody, least of all on a full disk.
-        if groups.first:
+        # Half a checkpoint helps nobody, least of all on a full disk. One that is complete stays,
+        # though a peer was lost just then.
+        if groups.first and not (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
     groups.first_does(lambda: _settle(root, step, keep))

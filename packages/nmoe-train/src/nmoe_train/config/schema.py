@@ -307,7 +307,7 @@ class RdepConfig(Section):
     the even share."""
     overflow: Literal["error", "drop", "reroute"] = "error"
     """What happens beyond the bound."""
-    deadline_s: PositiveFloat = 600.0
+    deadline_s: Annotated[float, Field(ge=1)] = 600.0
     """Seconds that a rank waits for another before it gives up and names it."""
     keep: Literal["keep", "fetch"] = "keep"
     """Whether the backward pass keeps the rows that came, or fetches them again."""

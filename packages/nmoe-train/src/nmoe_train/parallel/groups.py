@@ -229,7 +229,8 @@ def _join(layout: Layout, device: torch.device, deadline_s: float) -> Groups:
         raise TrainError(
             "E-GROUP",
             f"the {layout.ranks} processes do not find each other ({reason})",
-            "check MASTER_ADDR and MASTER_PORT, and that every process started",
+            "check MASTER_ADDR and MASTER_PORT, and that every process started within "
+            f"parallel.rdep.deadline_s = {deadline_s:g}",
         ) from error
     return Groups(
         layout,

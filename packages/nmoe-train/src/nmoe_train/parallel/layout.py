@@ -109,6 +109,11 @@ def check_layout(config: Config) -> None:
             f"parallel.ep = {parallel.ep} does not divide the {experts} experts of a layer",
             f"the nearest that do are {possible}",
         )
+    if parallel.ep > 1 and parallel.rdep.transport == "local":
+        raise _problem(
+            f"parallel.rdep.transport = 'local' is for one rank, and parallel.ep = {parallel.ep}",
+            "leave the transport out to have one picked, or set parallel.ep to 1",
+        )
     if parallel.dp is not None:
         _check_sizes(config, parallel.dp)
 

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from rich.console import Console
+from torch import Tensor
 
 from nmoe_kernels.bench import output
 from nmoe_kernels.bench.command import chosen, hardware
 from nmoe_kernels.bench.exchange.contenders import Contender, all_to_all, open_group, ours
-from nmoe_kernels.bench.exchange.problem import Exchange, draw_exchange
+from nmoe_kernels.bench.exchange.problem import Exchange, draw_exchange, most_crossing
 from nmoe_kernels.bench.exchange.syncs import host_waits
 from nmoe_kernels.bench.inputs import ROUTINGS
 from nmoe_kernels.bench.measure import TOLERANCE, relative_error
@@ -75,6 +76,7 @@ def run_exchange(options: Options) -> None:
         what = f"there is no dtype {options.dtype!r}"
         raise KernelError("E-BENCH", what, f"choose from {', '.join(types)}")
     output.check_targets(options.json_file, options.chart_file)
+    _check_started(options.device, shapes)
     device = _join(options.device)
     bench = _Bench(options, device)
     try:
@@ -88,7 +90,8 @@ def run_exchange(options: Options) -> None:
         dist.destroy_process_group()
 
 
-def _join(device: str) -> torch.device:
+def _check_started(device: str, shapes: Sequence[RouterShape]) -> None:
+    """Refuses what these processes cannot measure, before they meet."""
     if "WORLD_SIZE" not in os.environ:
         raise KernelError(
             "E-BENCH",
@@ -97,6 +100,14 @@ def _join(device: str) -> torch.device:
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise KernelError("E-BENCH", "there is no device 'cuda' here", "give --device cpu")
+    ranks = int(os.environ["WORLD_SIZE"])
+    for shape in shapes:
+        if shape.experts % ranks:
+            what = f"{ranks} processes do not divide the {shape.experts} experts of {shape}"
+            raise KernelError("E-BENCH", what, "start a number that does, or give another --shape")
+
+
+def _join(device: str) -> torch.device:
     if device != "cuda":
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -137,7 +148,7 @@ class _Bench:
         self._say(f"{problem.shape}, {routing}")
         plan = plan_source(problem.ids, problem.shape.experts, dist.get_world_size())
         row_bytes = problem.shape.width * problem.x.dtype.itemsize
-        crossing = int(plan.rows_R.sum() - plan.rows_R[dist.get_rank()]) * row_bytes
+        crossing = most_crossing(_gathered(plan.rows_R)) * row_bytes
         groups, contenders = [], []
         for name in transports:
             try:
@@ -252,6 +263,13 @@ def _once(work: Callable[[], object], device: torch.device, calls: int) -> float
     return start.elapsed_time(end) / calls
 
 
+def _gathered(rows_R: Tensor) -> Tensor:
+    """int64 [R, R]: the rows of every rank for every rank."""
+    parts = [torch.empty_like(rows_R) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows_R)
+    return torch.stack(parts)
+
+
 def _copy_gbps(device: torch.device, repeats: int) -> float | None:
     """Rate of a copy into a peer's memory while the peer copies into ours; None off CUDA."""
     if device.type != "cuda" or dist.get_world_size() == 1:
@@ -297,7 +315,7 @@ def _line(row: Mapping[str, Any]) -> str:
     parts = [f"  {row['contender']:16s}"]
     for stage in ("dispatch", "combine"):
         share = f" {row[f'{stage}_share']:4.0%}" if f"{stage}_share" in row else ""
-        parts.append(f"{stage} {row[f'{stage}_ms']:.3f} ms {row[f'{stage}_gbps']:.0f} GB/s{share} ")
+        parts.append(f"{stage} {row[f'{stage}_ms']:.3f} ms {row[f'{stage}_gbps']:.3g} GB/s{share} ")
     if "plan_ms" in row:
         parts.append(f"plan {row['plan_ms'] * 1e3:.0f} us")
     if "graph_ms" in row:

@@ -8,7 +8,7 @@ Letters: R ranks, T tokens, K experts per token, E experts, H width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from nmoe_kernels.rdep.plan import plan_source
 class Contender:
     """dispatch, combine, plan: works. round_trip: y [T, H] of weighted identity experts.
 
-    blocks: multiprocessors that move rows, None where it does not say. close: frees what it holds.
+    blocks: multiprocessors that move rows, None where it does not say.
     """
 
     name: str
@@ -33,7 +33,6 @@ class Contender:
     round_trip: Callable[[], Tensor]
     plan: Callable[[], object] | None = None
     blocks: int | None = None
-    close: Callable[[], None] = field(default=lambda: None)
 
 
 def open_group(problem: Exchange, transport: str, deadline_s: float = 120.0) -> ExpertParallel:

@@ -28,6 +28,15 @@ class Exchange:
         return self.x.double() * self.weights.double().sum(1, keepdim=True)
 
 
+def most_crossing(rows_RR: Tensor) -> int:
+    """The most rows that a rank sends to others or gets from them: for whom all others wait.
+
+    rows [R, R]: how many rows each rank has for each; those that stay at their rank do not cross.
+    """
+    crossing_RR = rows_RR - rows_RR.diag().diag()
+    return int(torch.maximum(crossing_RR.sum(0), crossing_RR.sum(1)).max())
+
+
 def draw_exchange(
     shape: RouterShape, routing: str, rank: int, device: torch.device, dtype: torch.dtype
 ) -> Exchange:

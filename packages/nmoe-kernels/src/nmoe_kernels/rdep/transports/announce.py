@@ -30,8 +30,7 @@ class Announcements:
         self.wait_s_R = torch.zeros(shape.ranks, dtype=torch.float64)
         self.job_ranks: list[int] = dist.get_process_group_ranks(group)
         self._peers = [peer for peer in range(shape.ranks) if peer != shape.rank]
-        sizes = (shape.experts, shape.slots, shape.width, shape.tokens_max, shape.dtype)
-        self._agreed = zlib.crc32(repr((*sizes, settings_text)).encode())
+        self._agreed = zlib.crc32(repr((*shape.sizes, settings_text)).encode())
         self._group = group
 
     def exchange(self, place: Place, sent_RC: Tensor) -> Tensor:

@@ -46,6 +46,18 @@ class Shape:
         """E_l, the experts that each rank owns."""
         return self.experts // self.ranks
 
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """What all ranks must have alike: where a row lies in a peer's memory follows from it."""
+        return (
+            self.experts,
+            self.slots,
+            self.width,
+            self.tokens_max,
+            self.dtype,
+            self.capacity,
+        )
+
 
 @dataclass(frozen=True)
 class Delivery:

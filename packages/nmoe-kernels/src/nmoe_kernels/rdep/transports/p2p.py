@@ -46,13 +46,20 @@ def why_unusable(shape: Shape, group: dist.ProcessGroup) -> str | None:
     if shape.dtype not in DTYPES:
         return f"rows of {dtype_name(shape.dtype)} are not moved by it"
     index = shape.device.index if shape.device.index is not None else torch.cuda.current_device()
-    hosts: list[tuple[str, int]] = [("", 0)] * shape.ranks
-    dist.all_gather_object(hosts, (socket.gethostname(), index), group=group)
-    if len({host for host, _ in hosts}) > 1:
+    told: list[tuple[str, int, tuple[object, ...]]] = [("", 0, ())] * shape.ranks
+    dist.all_gather_object(told, (socket.gethostname(), index, shape.sizes), group=group)
+    if len({host for host, *_ in told}) > 1:
         return "its ranks are on several hosts; the transport for those is nvshmem"
-    for _, other in hosts:
-        if other != index and not torch.cuda.can_device_access_peer(index, other):
-            return f"cuda:{index} cannot reach the memory of cuda:{other}"
+    if len({sizes for *_, sizes in told}) > 1:
+        return "its ranks were opened with different sizes"
+    others = [other for _, other, _ in told if other != index]
+    closed = [n for n in others if not torch.cuda.can_device_access_peer(index, n)]
+    # What one rank cannot reach, all must know: they choose the same transport.
+    closed_by: list[tuple[int, list[int]]] = [(0, [])] * shape.ranks
+    dist.all_gather_object(closed_by, (index, closed), group=group)
+    for one, unreached in closed_by:
+        if unreached:
+            return f"cuda:{one} cannot reach the memory of cuda:{unreached[0]}"
     return None
 
 
@@ -80,7 +87,7 @@ class PeerToPeer:
         self._report = torch.zeros(3, dtype=torch.int64, pin_memory=True)
         self._exchanges = 0
         self._places: deque[Place] = deque(maxlen=REMEMBERED)
-        self.blocks, self.warps, self.tile_bytes = BLOCKS, WARPS, TILE_BYTES
+        self.blocks = BLOCKS
         self._deadline_ns = int(shape.deadline_s * 1e9)
 
     def dispatch(
@@ -193,7 +200,7 @@ class PeerToPeer:
 
     @property
     def _tile(self) -> tuple[int, int]:
-        return tile_of(self._shape, self.blocks, self.tile_bytes)
+        return tile_of(self._shape, self.blocks)
 
     def _begin(self, phase: str, layer: str) -> int:
         """Counts an exchange and gives its area."""
@@ -237,15 +244,16 @@ class PeerToPeer:
             SLOTS=self._slots,
             TILE=tile,
             BLOCK=block,
-            num_warps=self.warps,
+            num_warps=WARPS,
         )
 
     def _return(
         self, delivery: Delivery, rows_NH: Tensor, values_NK: Tensor, area: int, with_slots: bool
     ) -> None:
         """Puts results back at the ranks of their tokens."""
-        shape, memory = self._shape, self._open
+        shape, memory, tally = self._shape, self._open, self._tally
         tile, block = self._tile
+        slots_bytes = shape.slots * values_NK.dtype.itemsize if with_slots else 0
         kernels.return_kernel[(self.blocks,)](
             rows_NH,
             values_NK,
@@ -253,11 +261,14 @@ class PeerToPeer:
             memory.bases,
             self._epoch,
             self._done,
+            tally.rows_sent_R,
+            tally.bytes_sent_R,
             shape.width,
             shape.slots,
             shape.rank,
             shape.ranks,
             shape.tokens_max,
+            shape.width * rows_NH.dtype.itemsize + slots_bytes,
             memory.parts.rows[area],
             memory.parts.weights[area],
             memory.parts.flags,
@@ -265,7 +276,7 @@ class PeerToPeer:
             SLOTS=self._slots,
             TILE=tile,
             BLOCK=block,
-            num_warps=self.warps,
+            num_warps=WARPS,
         )
 
     def _meet(self, area: int) -> None:
@@ -299,10 +310,10 @@ class PeerToPeer:
         return [memory.view(getattr(memory.parts, name)[area], *kinds[name]) for name in names]
 
 
-def tile_of(shape: Shape, blocks: int, tile_bytes: int = TILE_BYTES) -> tuple[int, int]:
+def tile_of(shape: Shape, blocks: int) -> tuple[int, int]:
     """Rows and columns that a program moves at once: no more rows than give every program some."""
     divisor = shape.width & -shape.width
     # Columns without a rest, unless that makes them few.
     block = min(4096, divisor if divisor >= 512 else triton.next_power_of_2(shape.width))
-    fitting = max(1, tile_bytes // (block * shape.dtype.itemsize))
+    fitting = max(1, TILE_BYTES // (block * shape.dtype.itemsize))
     return min(fitting, triton.next_power_of_2(triton.cdiv(shape.tokens_max, blocks))), block
