@@ -70,6 +70,8 @@ def test_rules_are_read_with_their_limits_and_names(tmp_path: Path) -> None:
         ('[[rule]]\nkind = "failed"\nname = 3', "no text"),
         ('[[rule]]\nkind = "failed"\n[[rule]]\nkind = "failed"', "two rules"),
         ('rule = ["x"]', "None"),
+        ('[[rule]]\nkind = ["failed"]', "['failed']"),
+        ('[[rule]]\nkind = "no_step"\nminutes = nan', "lacks minutes"),
     ],
 )
 def test_a_wrong_rule_is_one_clear_line(tmp_path: Path, text: str, words: str) -> None:
@@ -165,6 +167,9 @@ def test_an_event_is_a_line_of_its_own_after_a_torn_one(root: Path, tmp_path: Pa
     assert secret.read_text() == "x", "a link could lead anywhere"
 
 
+NONSENSE = 0
+
+
 class Receiver:
     """A webhook's other side: answers with the given codes, then 200; keeps what it got."""
 
@@ -177,7 +182,11 @@ class Receiver:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 receiver.got.append((self.headers["Idempotency-Key"], json.loads(body)))
-                self.send_response(receiver.codes.pop(0) if receiver.codes else 200)
+                code = receiver.codes.pop(0) if receiver.codes else 200
+                if code == NONSENSE:
+                    self.wfile.write(b"nonsense\r\n\r\n")
+                    return
+                self.send_response(code)
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
@@ -204,6 +213,7 @@ def receiver() -> Iterator[Receiver]:
         ([503, 429], 3, None),
         ([500, 500, 500], 3, "127.0.0.1 answered 500"),
         ([403], 1, "127.0.0.1 answered 403"),
+        ([NONSENSE], 2, None),
     ],
 )
 def test_a_call_is_repeated_where_that_may_help(
@@ -233,7 +243,31 @@ def test_news_that_could_not_be_sent_are_sent_in_the_next_look_in_order(
     assert receiver.got[-1][1]["run"] == "a" and len({key for key, _ in receiver.got}) == 2
 
 
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://x", "hook", "http://"])
+def test_news_that_could_not_be_sent_outlive_the_watch_in_its_state_file(
+    root: Path, tmp_path: Path, receiver: Receiver
+) -> None:
+    run, state = RunFolder(root, "a"), tmp_path / "state.json"
+    run.append(record(0, router__load_imbalance=9.0))
+    receiver.codes = [500, 500, 500]
+    for _ in range(3):
+        hook = Webhook(receiver.url, sleep=lambda _: None)
+        watch(root, webhook=hook, memory=state).look(time.time())
+    assert [content["state"] for _, content in receiver.got] == ["raised"] * 4
+    assert len({key for key, _ in receiver.got}) == 1, "a receiver can tell a repeat"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/passwd",
+        "ftp://x",
+        "hook",
+        "http://",
+        "http://[::1",
+        "http://x:port/",
+        "http://x/a b",
+    ],
+)
 def test_only_http_addresses_are_webhooks(url: str) -> None:
     with pytest.raises(VizError, match="E-WEBHOOK"):
         Webhook(url)

@@ -135,6 +135,21 @@ def test_an_error_names_the_trouble_and_the_views(root: Path) -> None:
         database(root).query("SELECT * FROM nothing_here")
 
 
+def test_an_error_is_one_line_that_tells_where(root: Path) -> None:
+    with pytest.raises(VizError, match=r"near \"wrong\" in line 2; mend the query") as caught:
+        database(root).query("SELECT *\nFROM runs wrong wrong")
+    assert "\n" not in str(caught.value)
+
+
+def test_events_behind_a_link_are_not_read(root: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"event": "secret", "time_unix_s": 1}\n')
+    path = RunFolder(root, "a").path / "events.jsonl"
+    path.unlink(missing_ok=True)
+    path.symlink_to(secret)
+    assert database(root).query("SELECT event FROM events").rows == []
+
+
 def test_a_whole_run_can_be_asked(root: Path) -> None:
     trained(root, "a", steps=120)
     rows = (

@@ -22,11 +22,12 @@ import typer
 
 from nviz import __version__
 from nviz.errors import VizError
-from nviz.variables import RULES_VARIABLE, RUNS_VARIABLE, TOKEN_VARIABLE
+from nviz.variables import RULES_VARIABLE, RUNS_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
 
 if TYPE_CHECKING:
     from nviz.alerts import Change, Rule
     from nviz.store.database import Answer
+    from nviz.store.remote import Mirror
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +37,10 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130
-Runs = Annotated[Path, typer.Argument(help="Folder that holds runs, or one run's folder")]
+Runs = Annotated[
+    str,
+    typer.Argument(help="Folder that holds runs, or one run's folder; or a URL: s3://bucket/runs"),
+]
 
 # Windows has none; there Streamlit ends by itself on Ctrl-C.
 HAS_SIGNAL_MASK = hasattr(signal, "pthread_sigmask")
@@ -116,6 +120,30 @@ def check_folder(runs: Path) -> None:
         )
 
 
+def mirror_of(runs: str) -> "Mirror | None":
+    """The mirror of a URL, not brought up to date yet, or None for a local folder.
+
+    Raises VizError `E-RUNS-MISSING` for a folder that cannot be read, or as `Mirror` does.
+    """
+    from nviz.store import remote
+
+    if remote.is_url(runs):
+        return remote.mirror_of(runs)
+    check_folder(Path(runs))
+    return None
+
+
+def folder_of(runs: str) -> Path:
+    """The folder to read for `runs`: itself, or the mirror of a URL as of now."""
+    mirror = mirror_of(runs)
+    if mirror is None:
+        return Path(runs)
+    mirror.refresh()
+    for problem in mirror.state.left_out:
+        typer.echo(f"warning not copied: {problem}", err=True)
+    return mirror.root
+
+
 def address(host: str, port: int, token: str = "") -> str:
     """The dashboard's address for a browser, with the token that opens it."""
     name = f"[{host}]" if ":" in host else host
@@ -168,12 +196,15 @@ def serve(
     ] = None,
 ) -> None:
     """Show the runs in a browser until Ctrl-C."""
-    check_folder(runs)
+    mirror = mirror_of(runs)
     asked_for = token_for(host, token)
     check_port(host, port)
     if rules is not None:
         _rules(rules)
-    os.environ[RUNS_VARIABLE] = str(runs.resolve())
+    if mirror is not None:
+        mirror.follow()
+    os.environ[RUNS_VARIABLE] = str((mirror.root if mirror else Path(runs)).resolve())
+    os.environ[URL_VARIABLE] = runs if mirror else ""
     os.environ[TOKEN_VARIABLE] = asked_for
     os.environ[RULES_VARIABLE] = str(rules.resolve()) if rules else ""
     if HAS_SIGNAL_MASK:
@@ -203,10 +234,9 @@ def query(
     seconds: Annotated[float, typer.Option(help="Longest time for the statement", min=0.1)] = 60.0,
 ) -> None:
     """Answer read-only SQL. Names with a slash need double quotes: "loss/train"."""
-    check_folder(runs)
     if as_json and as_csv:
         raise VizError("E-QUERY-FORMAT", "--json and --csv exclude each other", "give one of them")
-    answer = _answer(runs, sql, rows, seconds)
+    answer = _answer(folder_of(runs), sql, rows, seconds)
     if as_json:
         _print_json(answer.columns, answer.rows)
     elif as_csv:
@@ -219,13 +249,14 @@ def query(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="One run's folder")],
+    run: Annotated[str, typer.Argument(help="One run's folder, or a URL: s3://bucket/runs/run")],
     html: Annotated[Path, typer.Option("--html", help="File to write")],
 ) -> None:
     """Write one run as one HTML file that needs nothing else: to keep, or to send."""
     from nviz.export import write_html
 
-    size = write_html(run, html)
+    folder = _run_folder(run)
+    size = write_html(folder, html)
     typer.echo(f"{html}, {size / 2**20:.1f} MiB")
 
 
@@ -248,12 +279,18 @@ def alert(
     ] = None,
 ) -> None:
     """Watch runs by rules and tell each alert once when it is raised, once when it is over."""
-    check_folder(runs)
+    mirror = mirror_of(runs)
+    if mirror is not None and write_events:
+        raise VizError(
+            "E-REMOTE-WRITE",
+            f"--write-events cannot write to {mirror.url}",
+            "leave it out, or watch a local folder",
+        )
     from nviz.alerts import Watch, Webhook
 
     logging.basicConfig(format="warning %(message)s", level=logging.WARNING)
     watch = Watch(
-        runs,
+        folder_of(runs),
         _rules(rules),
         webhook=Webhook(webhook) if webhook else None,
         write_events=write_events,
@@ -265,6 +302,27 @@ def alert(
         if once:
             raise typer.Exit(1 if watch.raised else 0)
         time.sleep(every)
+        _wait_for(mirror, every)
+
+
+def _wait_for(mirror: "Mirror | None", every: float) -> None:
+    """Brings the mirror up to date, however long its storage is away: old files say nothing new."""
+    while mirror is not None:
+        try:
+            mirror.refresh()
+            break
+        except VizError as error:
+            typer.echo(f"warning {error}", err=True)
+            time.sleep(every)
+
+
+def _run_folder(run: str) -> Path:
+    """The folder of one run, or its mirror."""
+    mirror = mirror_of(run)
+    folder = folder_of(run)
+    if mirror is not None and not (folder / "run.json").is_file():
+        raise VizError("E-RUN-MISSING", f"{mirror.url} holds no run.json", "give one run's URL")
+    return folder
 
 
 def _rules(path: Path | None) -> "tuple[Rule, ...]":

@@ -27,9 +27,10 @@ from nviz.alerts import (
     read_rules,
 )
 from nviz.errors import VizError
-from nviz.formats import escaped, status
+from nviz.formats import escaped, moment, status
 from nviz.store import Run, Summary, Workspace
-from nviz.variables import RULES_VARIABLE, RUNS_VARIABLE, TOKEN_VARIABLE
+from nviz.store.remote import MirrorState, mirror_of, shown
+from nviz.variables import RULES_VARIABLE, RUNS_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
 
 REFRESH_S = 2.0
 BADGE_COLOURS = {
@@ -83,6 +84,30 @@ def workspace() -> Workspace:
         st.title("No runs folder")
         st.error(escaped(str(error)))
         st.stop()
+
+
+def mirror_notice() -> None:
+    """Says above every page how the mirror of a URL stands, unless it is all there and fresh."""
+    url = os.environ.get(URL_VARIABLE, "")
+    if url:
+        mirror = mirror_of(url)
+        st.fragment(lambda: _mirror_notice(mirror.url, mirror.state), run_every=REFRESH_S)()
+
+
+def _mirror_notice(url: str, state: MirrorState) -> None:
+    if state.problem is not None:
+        then = moment(state.compared_unix_s)
+        since = f"{then:%H:%M:%S} UTC" if then else "the start"
+        st.error(
+            f"Stale since {since}: shown is what was read until then. {escaped(state.problem)}",
+            icon=":material/cloud_off:",
+        )
+    elif state.waiting > 0:
+        st.info(f"Copying from {escaped(url)}: {state.waiting:,} file(s) to go.")
+    if state.left_out:
+        st.warning(
+            f"{len(state.left_out):,} file(s) not copied. The first: {escaped(state.left_out[0])}"
+        )
 
 
 @st.cache_resource(show_spinner=False)
@@ -157,7 +182,8 @@ def empty_root(root: Path) -> None:
         st.subheader("No runs here yet", anchor=False)
         st.write("A run appears here as soon as a trainer writes its folder. Start a small one:")
         st.code(START_HINT, language="shell")
-        st.caption(f"Looking in {escaped(str(root))} and three levels below, every few seconds.")
+        place = shown(os.environ.get(URL_VARIABLE, "")) or str(root)
+        st.caption(f"Looking in {escaped(place)} and three levels below, every few seconds.")
 
 
 def choose_run(title: str | None, line: str) -> Run:

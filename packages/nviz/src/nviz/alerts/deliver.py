@@ -1,5 +1,6 @@
 """Tells others of an alert: a line in a run's events, or a call of a webhook."""
 
+import http.client
 import json
 import os
 import time
@@ -43,13 +44,10 @@ class Webhook:
 
     def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep) -> None:
         """Raises VizError `E-WEBHOOK` if `url` is no http address."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise VizError("E-WEBHOOK", "the webhook is no http address", "give http(s)://...")
         self._url = url
         self._sleep = sleep
         # The rest of the address may be a secret.
-        self.host = parts.hostname
+        self.host = _host(url)
 
     def send(self, content: dict[str, Any], identity: str) -> str | None:
         """Posts `content`, at most `TRIES` times; returns why it did not arrive, or None.
@@ -78,6 +76,18 @@ class Webhook:
                 return None, False
         except urllib.error.HTTPError as error:
             return f"{self.host} answered {error.code}", error.code in TRY_AGAIN
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             return f"{self.host} cannot be reached ({reason})", True
+
+
+def _host(url: str) -> str:
+    """The host that `url` names. Raises VizError `E-WEBHOOK` if it is no http address."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or not parts.hostname or not url.isascii() or not url.isprintable() or " " in url:
+        raise VizError("E-WEBHOOK", "the webhook is no http address", "give http(s)://...")
+    return parts.hostname

@@ -2,6 +2,7 @@
 
 import tomllib
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +68,26 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
     return rules
 
 
+def _is_limit(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isfinite(value) and value > 0
+
+
 def _rule(entry: Any, where: str) -> Rule:
     kind = entry.get("kind") if isinstance(entry, dict) else None
-    if kind not in LIMITS:
+    if not isinstance(kind, str) or kind not in LIMITS:
         kinds = ", ".join(LIMITS)
         raise VizError(CODE, f"{where} has the kind {kind!r}", f"choose one of {kinds}")
     limit_name = LIMITS[kind]
     known = FIELDS | ({limit_name} if limit_name else set())
     unknown = sorted(set(entry) - known)
     if unknown:
-        raise VizError(CODE, f"{where} has the field {unknown[0]!r}", f"use {', '.join(known)}")
+        raise VizError(
+            CODE, f"{where} has the field {unknown[0]!r}", f"use {', '.join(sorted(known))}"
+        )
     limit = entry.get(limit_name, 0.0) if limit_name else 0.0
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or (limit_name and limit <= 0):
+    if limit_name and not _is_limit(limit):
         raise VizError(CODE, f"{where} lacks {limit_name} above 0", f"set {limit_name}")
     for name in ("name", "match"):
         if not isinstance(entry.get(name, ""), str):

@@ -60,8 +60,10 @@ class Watch:
         self._memory = memory
         self._columns = ColumnReader()
         self._heat = Heat()
+        self.raised: dict[Key, Alert] = {}
         self._unsent: list[Change] = []
-        self.raised: dict[Key, Alert] = _remembered(memory) if memory else {}
+        if memory is not None:
+            self.raised, self._unsent = _remembered(memory)
 
     def look(self, now_unix_s: float) -> list[Change]:
         """What changed since the last look; it is written and sent before this returns."""
@@ -96,7 +98,7 @@ class Watch:
                     self._unsent = pending[at:]
                     break
         if self._memory is not None:
-            _remember(self._memory, self.raised)
+            _remember(self._memory, self.raised, self._unsent)
 
     def _write(self, change: Change, runs: dict[str, Run]) -> None:
         run = runs.get(change.alert.run)
@@ -120,22 +122,32 @@ def _content(change: Change) -> dict[str, object]:
     return {"state": change.state, "time_unix_s": change.time_unix_s} | asdict(change.alert)
 
 
-def _remembered(path: Path) -> dict[Key, Alert]:
+def _remembered(path: Path) -> tuple[dict[Key, Alert], list[Change]]:
+    """The alerts that were raised, and the changes that a webhook still has to be told."""
     try:
-        entries = [Alert(**entry) for entry in json.loads(path.read_text())]
+        content = json.loads(path.read_text())
+        raised = [Alert(**entry) for entry in content["raised"]]
+        unsent = [
+            Change(entry["state"], Alert(**entry["alert"]), entry["time_unix_s"])
+            for entry in content["unsent"]
+        ]
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError) as error:
+        return {}, []
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise VizError(
             "E-ALERT-STATE", f"{path} is no state of alerts ({error})", "remove it or name another"
         ) from error
-    return {(alert.run, alert.rule): alert for alert in entries}
+    return {(alert.run, alert.rule): alert for alert in raised}, unsent
 
 
-def _remember(path: Path, raised: dict[Key, Alert]) -> None:
+def _remember(path: Path, raised: dict[Key, Alert], unsent: Sequence[Change]) -> None:
+    content = {
+        "raised": [asdict(alert) for alert in raised.values()],
+        "unsent": [asdict(change) for change in unsent],
+    }
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(json.dumps([asdict(alert) for alert in raised.values()]))
+        partial.write_text(json.dumps(content))
         partial.replace(path)
     except OSError as error:
         raise VizError(

@@ -24,7 +24,9 @@ def main() -> None:
         st.Page(shell.PAGES / "configuration.py", title="Configuration", icon=":material/tune:"),
         st.Page(shell.PAGES / "sql.py", title="SQL", icon=":material/database:"),
     ]
-    st.navigation(pages, position="top").run()
+    page = st.navigation(pages, position="top")
+    shell.mirror_notice()
+    page.run()
 
 
 main()

@@ -8,6 +8,7 @@ time and memory. Names with `/` need double quotes in SQL: `SELECT step, "loss/t
 """
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -333,7 +334,13 @@ def _refuse_writes(cursor: duckdb.DuckDBPyConnection, sql: str) -> None:
 
 
 def _sql_error(error: duckdb.Error) -> VizError:
-    return VizError("E-SQL", str(error).strip(), "mend the query; views: runs, metrics, events")
+    # DuckDB adds a picture of the place, and advice on settings that are locked here.
+    what, _, rest = str(error).strip().partition("\n\n")
+    place = re.match(r"LINE (\d+):", rest)
+    where = f" in line {place[1]}" if place else ""
+    return VizError(
+        "E-SQL", " ".join(what.split()) + where, "mend the query; views: runs, metrics, events"
+    )
 
 
 def _fetch(result: duckdb.DuckDBPyConnection, most_rows: int | None) -> Answer:

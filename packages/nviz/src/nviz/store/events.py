@@ -39,7 +39,11 @@ class EventLog:
         self.events: deque[Event] = deque(maxlen=MOST)
 
     def refresh(self) -> None:
-        """Reads what was added since the last call."""
+        """Reads what was added since the last call. A link could lead out of the runs: it is not
+        followed.
+        """
+        if self._lines.path.is_symlink():
+            return
         try:
             for at_start, data in self._lines.new_blocks_from():
                 if at_start:
