@@ -139,7 +139,7 @@ def test_an_empty_root_can_be_asked(root: Path, nviz: Nviz) -> None:
         (["serve", "ROOT", "--rules", "MISSING"], "E-ALERT-RULES"),
         (["alert", "MISSING"], "E-RUNS-MISSING"),
         (["alert", "ROOT", "--webhook", "file:///etc/passwd"], "E-WEBHOOK"),
-        (["export", "MISSING", "--html", "x.html"], "E-RUN-MISSING"),
+        (["export", "MISSING", "--html", "x.html"], "E-RUNS-MISSING"),
         (["demo", "--out", "OCCUPIED"], "E-DEMO-OUT"),
     ],
 )
