@@ -196,6 +196,9 @@ def serve(
     ] = None,
 ) -> None:
     """Show the runs in a browser until Ctrl-C."""
+    if HAS_SIGNAL_MASK:
+        # Before anything is imported that starts threads, which keep the mask that they start with.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     mirror = mirror_of(runs)
     asked_for = token_for(host, token)
     check_port(host, port)
@@ -207,8 +210,6 @@ def serve(
     os.environ[URL_VARIABLE] = runs if mirror else ""
     os.environ[TOKEN_VARIABLE] = asked_for
     os.environ[RULES_VARIABLE] = str(rules.resolve()) if rules else ""
-    if HAS_SIGNAL_MASK:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     from streamlit import config
     from streamlit.web import bootstrap
 
