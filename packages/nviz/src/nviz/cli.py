@@ -13,7 +13,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -150,6 +152,19 @@ def address(host: str, port: int, token: str = "") -> str:
     return f"http://{name}:{port}" + (f"/?token={token}" if token else "")
 
 
+@contextmanager
+def sigint_waits() -> Iterator[None]:
+    """Blocks SIGINT in this thread, and in those that start inside."""
+    if not HAS_SIGNAL_MASK:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def announce(line: str, interrupted: threading.Event) -> None:
     """Prints `line` once the server is up; then turns a Ctrl-C into the server's orderly end.
 
@@ -196,31 +211,31 @@ def serve(
     ] = None,
 ) -> None:
     """Show the runs in a browser until Ctrl-C."""
-    if HAS_SIGNAL_MASK:
-        # Before anything is imported that starts threads, which keep the mask that they start with.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    mirror = mirror_of(runs)
-    asked_for = token_for(host, token)
-    check_port(host, port)
-    if rules is not None:
-        _rules(rules)
-    if mirror is not None:
-        mirror.follow()
-    os.environ[RUNS_VARIABLE] = str((mirror.root if mirror else Path(runs)).resolve())
-    os.environ[URL_VARIABLE] = runs if mirror else ""
-    os.environ[TOKEN_VARIABLE] = asked_for
-    os.environ[RULES_VARIABLE] = str(rules.resolve()) if rules else ""
-    from streamlit import config
-    from streamlit.web import bootstrap
+    interrupted = threading.Event()
+    # Before anything is imported that starts threads, which keep the mask that they start with.
+    with sigint_waits():
+        mirror = mirror_of(runs)
+        asked_for = token_for(host, token)
+        check_port(host, port)
+        if rules is not None:
+            _rules(rules)
+        if mirror is not None:
+            mirror.follow()
+        os.environ[RUNS_VARIABLE] = str((mirror.root if mirror else Path(runs)).resolve())
+        os.environ[URL_VARIABLE] = runs if mirror else ""
+        os.environ[TOKEN_VARIABLE] = asked_for
+        os.environ[RULES_VARIABLE] = str(rules.resolve()) if rules else ""
+        from streamlit import config
+        from streamlit.web import bootstrap
 
-    options = STREAMLIT_OPTIONS | colours() | {"server_address": host, "server_port": port}
-    bootstrap.load_config_options(options)
-    config.set_option("logger.hideWelcomeMessage", True)
-    # Only a token that was made here is shown: who gave one knows it.
-    shown = address(host, port, "" if token else asked_for)
-    line, interrupted = f"nviz serves at {shown}", threading.Event()
-    threading.Thread(target=announce, args=(line, interrupted), daemon=True).start()
-    bootstrap.run(str(Path(__file__).parent / "app" / "main.py"), False, [], options)
+        options = STREAMLIT_OPTIONS | colours() | {"server_address": host, "server_port": port}
+        bootstrap.load_config_options(options)
+        config.set_option("logger.hideWelcomeMessage", True)
+        # Only a token that was made here is shown: who gave one knows it.
+        shown = address(host, port, "" if token else asked_for)
+        line = f"nviz serves at {shown}"
+        threading.Thread(target=announce, args=(line, interrupted), daemon=True).start()
+        bootstrap.run(str(Path(__file__).parent / "app" / "main.py"), False, [], options)
     if interrupted.is_set():
         raise KeyboardInterrupt
 
