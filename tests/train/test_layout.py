@@ -69,10 +69,24 @@ def test_every_expert_is_held_once_by_each_run_of_ep_ranks(dp: int, ep: int) -> 
         assert layout.expert_replicas == len(same)
 
 
-def test_a_data_rank_counts_replicas() -> None:
-    ranks = [Layout(dp=2, tp=2, pp=1, rank=rank).data_rank for rank in range(4)]
-    assert ranks == [0, 0, 1, 1]
-    assert Layout(dp=2, tp=3, pp=4, ep=6).ranks == 24
+def test_ranks_count_through_tensor_then_data_then_pipeline_parallelism() -> None:
+    layouts = [Layout(dp=2, tp=3, pp=2, ep=6, rank=rank) for rank in range(12)]
+    places = [(each.pp_rank, each.data_rank, each.tp_rank) for each in layouts]
+    assert places == [(p, d, t) for p in range(2) for d in range(2) for t in range(3)]
+    assert [each.stage_rank for each in layouts] == [*range(6), *range(6)]
+    assert {each.ranks for each in layouts} == {12}
+    assert [each.rank for each in layouts if each.speaks_for_share] == [0, 3]
+
+
+@pytest.mark.parametrize("ep", [1, 2, 3, 6])
+def test_experts_fold_over_data_and_tensor_parallelism_of_each_stage(ep: int) -> None:
+    layouts = [Layout(dp=2, tp=3, pp=2, ep=ep, rank=rank) for rank in range(12)]
+    for first in range(0, 12, ep):
+        held = [number for each in layouts[first : first + ep] for number in each.local_experts(12)]
+        assert held == list(range(12))
+    assert {each.expert_replicas for each in layouts} == {6 // ep}
+    writers = [each.rank for each in layouts if each.writes_experts]
+    assert writers == [*range(ep), *range(6, 6 + ep)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +100,7 @@ def test_a_data_rank_counts_replicas() -> None:
         (
             {"parallel.ep": 3, "parallel.dp": 4},
             "parallel.dp = 4, over whose ranks it folds; the nearest ep that do are 2 and 4; or "
-            "start a multiple of 3 processes",
+            "make parallel.dp a multiple of 3",
         ),
         (
             {"parallel.ep": 4, "parallel.dp": 2},

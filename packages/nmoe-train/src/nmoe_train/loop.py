@@ -270,7 +270,8 @@ class _Training:
     def _agree(self, share: Step) -> Step:
         """Counts the targets of all ranks; with them travels whether one was asked to stop."""
         asked = [int(self.interrupt.signal == number) for number in SIGNALS]
-        predictions, *votes = self.groups.counts(share.predictions, *asked)
+        counted = share.predictions if self.layout.speaks_for_share else 0
+        predictions, *votes = self.groups.counts(counted, *asked)
         self.stopped_by = next((n for n, vote in zip(SIGNALS, votes, strict=True) if vote), None)
         return dataclasses.replace(share, predictions=predictions)
 

@@ -39,8 +39,11 @@ SHORTEST_POLL_S, LONGEST_POLL_S = 0.0005, 0.05
 class Groups:
     """What one rank has in common with others; without a store it is the only one.
 
-    expert: the ranks that hold all experts together; None where each holds all. replicas: those
-    that hold the same experts; None for one. meeting: all ranks, on their CPUs, with no deadline.
+    Each is None where the rank has nobody to share with. stage: the ranks of its pipeline stage.
+    data: those of the stage that hold the same part of the dense weights, one for each share of
+    the batch. tensor: those that have the same share. expert: those that hold all experts of the
+    stage together. replicas: those that hold the same experts. pipeline: those at the same place
+    of every stage, in the order of stages. meeting: all ranks, on their CPUs, with no deadline.
     """
 
     def __init__(
@@ -48,11 +51,18 @@ class Groups:
         layout: Layout,
         store: Store | None = None,
         meeting: dist.ProcessGroup | None = None,
+        *,
+        stage: dist.ProcessGroup | None = None,
+        data: dist.ProcessGroup | None = None,
+        tensor: dist.ProcessGroup | None = None,
         expert: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
+        pipeline: dist.ProcessGroup | None = None,
     ) -> None:
-        self.layout, self.expert = layout, expert
-        self._store, self._meeting, self._replicas = store, meeting, replicas
+        self.layout = layout
+        self.stage, self.data, self.tensor = stage, data, tensor
+        self.expert, self.replicas, self.pipeline = expert, replicas, pipeline
+        self._store, self._meeting = store, meeting
         self._talks = 0
         self._failed_first = False
 
@@ -73,11 +83,14 @@ class Groups:
                 dist.all_reduce(tensor)
         return tensor
 
-    def sum_replicas_(self, tensor: Tensor) -> Tensor:
-        """Adds a tensor over the ranks that hold the same experts, in place; returns it."""
-        if self._replicas is not None:
-            with self._peers("adding over the replicas of an expert"):
-                dist.all_reduce(tensor, group=self._replicas)
+    def sum_within_(self, tensor: Tensor, group: dist.ProcessGroup | None, of: str) -> Tensor:
+        """Adds a tensor over the ranks of one of these groups, in place; returns it.
+
+        `of` says in errors what is added. Without a group the tensor is the sum.
+        """
+        if group is not None:
+            with self._peers(f"adding {of}"):
+                dist.all_reduce(tensor, group=group)
         return tensor
 
     def counts(self, *numbers: int) -> list[int]:
@@ -217,11 +230,7 @@ def _join(layout: Layout, device: torch.device, deadline_s: float) -> Groups:
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        mesh = init_device_mesh(
-            device.type,
-            (layout.expert_replicas, layout.ep),
-            mesh_dim_names=("replica", "expert"),
-        )
+        groups = make_groups(layout, device)
         meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
         assert isinstance(meeting, dist.ProcessGroup)
     except (RuntimeError, ValueError) as error:
@@ -232,13 +241,28 @@ def _join(layout: Layout, device: torch.device, deadline_s: float) -> Groups:
             "check MASTER_ADDR and MASTER_PORT, and that every process started within "
             f"parallel.rdep.deadline_s = {deadline_s:g}",
         ) from error
-    return Groups(
-        layout,
-        PrefixStore("talks", store),
-        meeting=meeting,
-        expert=mesh.get_group("expert") if layout.ep > 1 else None,
-        replicas=mesh.get_group("replica") if layout.expert_replicas > 1 else None,
+    return Groups(layout, PrefixStore("talks", store), meeting, **groups)
+
+
+def make_groups(layout: Layout, device: torch.device) -> dict[str, dist.ProcessGroup]:
+    """The groups of more than one rank that this rank is in, by their name in `Groups`."""
+    dense = init_device_mesh(
+        device.type,
+        (layout.pp, layout.dp, layout.tp),
+        mesh_dim_names=("pipeline", "data", "tensor"),
     )
+    experts = init_device_mesh(
+        device.type,
+        (layout.pp, layout.expert_replicas, layout.ep),
+        mesh_dim_names=("pipeline", "replicas", "expert"),
+    )
+    found: dict[str, dist.ProcessGroup] = {}
+    for mesh, names in ((dense, ("pipeline", "data", "tensor")), (experts, ("replicas", "expert"))):
+        found |= {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
+    if layout.stage_ranks > 1:
+        stage = dense["data", "tensor"]._flatten("stage")
+        found["stage"] = stage.get_group()
+    return found
 
 
 def host_name() -> str:

@@ -1,11 +1,15 @@
 """The layout of a run: how many ranks in each dimension, and which of them this process is.
 
-Data parallelism splits every batch over dp ranks that hold the same dense weights. Expert
-parallelism cuts the dp ranks into runs of ep consecutive ranks; each run holds all experts once,
-E / ep of them a rank, so rank r holds those of its place r mod ep, and the dp / ep ranks of one
-place hold the same ones. This module is plain arithmetic: it needs no process group and no torch.
+Ranks count through tensor parallelism first, then data, then pipeline stages: rank = (pp_rank * dp
++ dp_rank) * tp + tp_rank. The pipeline cuts the layers into pp stages of dp * tp ranks. In a stage,
+data parallelism splits every batch over dp shares, and the tp neighbours of a share split its
+sequences and the dense weights. Expert parallelism cuts a stage's ranks into runs of ep consecutive
+ones; each run holds all experts once, E / ep of them a rank, so the rank at place r of its stage
+holds those of r mod ep, and the dp * tp / ep ranks of one place hold the same ones. This module is
+plain arithmetic: it needs no process group and no torch.
 """
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,24 +38,49 @@ class Layout:
         return self.dp * self.tp * self.pp
 
     @property
+    def stage_ranks(self) -> int:
+        """Processes of one pipeline stage."""
+        return self.dp * self.tp
+
+    @property
+    def pp_rank(self) -> int:
+        """Which pipeline stage this process computes, 0 .. pp-1."""
+        return self.rank // self.stage_ranks
+
+    @property
+    def stage_rank(self) -> int:
+        """Place among the processes of its stage, 0 .. dp*tp-1."""
+        return self.rank % self.stage_ranks
+
+    @property
     def data_rank(self) -> int:
         """Which share of every batch this process computes, 0 .. dp-1."""
-        return self.rank // (self.tp * self.pp)
+        return self.stage_rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        """Which part of its share's sequences and dense weights this process holds, 0 .. tp-1."""
+        return self.rank % self.tp
 
     @property
     def expert_rank(self) -> int:
-        """Which share of the experts this process holds, 0 .. ep-1."""
-        return self.rank % self.ep
+        """Which share of its stage's experts this process holds, 0 .. ep-1."""
+        return self.stage_rank % self.ep
 
     @property
     def expert_replicas(self) -> int:
         """Ranks that hold the same experts as this one, itself included."""
-        return self.ranks // self.ep
+        return self.stage_ranks // self.ep
 
     @property
     def writes_experts(self) -> bool:
         """Whether this process is the first of those that hold its experts."""
-        return self.rank < self.ep
+        return self.stage_rank < self.ep
+
+    @property
+    def speaks_for_share(self) -> bool:
+        """Whether this process is the first of those that have its share of the batch."""
+        return self.pp_rank == 0 and self.tp_rank == 0
 
     def local_experts(self, experts: int) -> range:
         """Numbers of the experts that this process holds, of `experts` in all."""
@@ -66,24 +95,20 @@ class Layout:
 def current_layout(config: Config, environment: Mapping[str, str] = os.environ) -> Layout:
     """The layout of this process, from the configuration and torchrun's environment.
 
-    `parallel.dp` left out is the number of processes. Raises TrainError (`E-LAYOUT`) when sizes,
-    experts, batch and processes do not fit, naming the nearest that do.
+    `parallel.dp` left out is the processes that tp and pp leave. Raises TrainError (`E-LAYOUT`)
+    when sizes, experts, batch and processes do not fit, naming the nearest that do.
     """
     check_layout(config)
     processes = _number("WORLD_SIZE", 1, environment)
-    dp, ep = config.parallel.dp or processes, config.parallel.ep
-    if processes != dp:
-        raise _problem(
-            f"parallel.dp = {dp} asks for {_count(dp, 'process', 'processes')}, "
-            f"and {processes} started",
-            f"start `torchrun --nproc-per-node {dp} -m nmoe_train run ...`, "
-            f"or set parallel.dp to {processes} or leave it out",
-        )
+    parallel = config.parallel
+    dp = _data_parallel(config, processes)
     _check_sizes(config, dp)
     rank = _number("RANK", 0, environment)
     return Layout(
         dp=dp,
-        ep=ep,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        ep=parallel.ep,
         rank=rank,
         local_rank=_number("LOCAL_RANK", rank, environment),
         local_ranks=_number("LOCAL_WORLD_SIZE", processes, environment),
@@ -103,6 +128,7 @@ def check_layout(config: Config) -> None:
                 f"parallel.{name} = {size}, and {meaning} parallelism does not exist yet",
                 f"set parallel.{name} to 1; parallel.dp and parallel.ep spread the work today",
             )
+    _check_heads(config)
     if experts % parallel.ep:
         possible = _nearest(parallel.ep, _divisors(experts))
         raise _problem(
@@ -118,14 +144,60 @@ def check_layout(config: Config) -> None:
         _check_sizes(config, parallel.dp)
 
 
-def _check_sizes(config: Config, dp: int) -> None:
-    """Whether experts and batch can be spread over `dp` ranks."""
-    ep, train = config.parallel.ep, config.train
-    if dp % ep:
-        possible = _nearest(ep, _divisors(dp) & _divisors(config.model.moe.experts))
+def _data_parallel(config: Config, processes: int) -> int:
+    """Size of data parallelism on so many processes."""
+    parallel = config.parallel
+    others = parallel.tp * parallel.pp
+    if parallel.dp is None and processes % others == 0:
+        return processes // others
+    asked = (parallel.dp or max(1, processes // others)) * others
+    if processes == asked:
+        assert parallel.dp is not None
+        return parallel.dp
+    sizes = {"dp": parallel.dp, "tp": parallel.tp, "pp": parallel.pp}
+    named = [f"{n} = {size}" for n, size in sizes.items() if size and (n == "dp" or size > 1)]
+    if parallel.dp is None:
         raise _problem(
-            f"parallel.ep = {ep} does not divide parallel.dp = {dp}, over whose ranks it folds",
-            f"the nearest ep that do are {possible}; or start a multiple of {ep} processes",
+            f"parallel.{' * '.join(named)} does not divide the {processes} processes that started",
+            f"start a multiple of {others}, or choose sizes whose product divides {processes}",
+        )
+    remedy = (
+        f"or set parallel.dp to {processes // others} or leave it out"
+        if processes % others == 0
+        else "or choose other sizes"
+    )
+    raise _problem(
+        f"parallel.{' * '.join(named)} asks for {_count(asked, 'process', 'processes')}, "
+        f"and {processes} started",
+        f"start `torchrun --nproc-per-node {asked} -m nmoe_train run ...`, {remedy}",
+    )
+
+
+def _check_heads(config: Config) -> None:
+    """Whether every tensor-parallel rank gets as many heads."""
+    tp, heads = config.parallel.tp, config.model.heads
+    kinds = {"heads": heads}
+    if config.model.attention.kind == "gqa":
+        kinds["key-value heads"] = config.model.attention.kv_heads or heads
+    possible = set.intersection(*(_divisors(count) for count in kinds.values()))
+    for kind, count in kinds.items():
+        if count % tp:
+            raise _problem(
+                f"parallel.tp = {tp} does not divide the {count} {kind} of attention",
+                f"the nearest that do are {_nearest(tp, possible)}",
+            )
+
+
+def _check_sizes(config: Config, dp: int) -> None:
+    """Whether experts and batch can be spread over `dp` shares."""
+    ep, tp, train = config.parallel.ep, config.parallel.tp, config.train
+    if dp * tp % ep:
+        possible = _nearest(ep, _divisors(dp * tp) & _divisors(config.model.moe.experts))
+        over = f"parallel.dp = {dp}" if tp == 1 else f"parallel.dp * tp = {dp} * {tp}"
+        more = ep // math.gcd(ep, tp)
+        raise _problem(
+            f"parallel.ep = {ep} does not divide {over}, over whose ranks it folds",
+            f"the nearest ep that do are {possible}; or make parallel.dp a multiple of {more}",
         )
     if train.batch_size % dp:
         below = train.batch_size // dp * dp

@@ -34,8 +34,8 @@ def reduce_step(model: nn.Module, sums: StepSums, groups: Groups) -> tuple[StepS
     The norm (fp32 scalar) and the sums (scalars fp64, loads int64) are the same on every rank.
     """
     dense, experts = _gradients(model)
-    _reduce(dense, groups.sum_)
-    _reduce(experts, groups.sum_replicas_)
+    _reduce(dense, lambda flat: groups.sum_within_(flat, groups.stage, "dense gradients"))
+    _reduce(experts, lambda flat: groups.sum_within_(flat, groups.replicas, "expert gradients"))
     layout = groups.layout
     # Each rank's part of the square of the norm: what several hold is counted once.
     part = _square(dense) / layout.ranks
