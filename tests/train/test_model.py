@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from nmoe_train.config import Config
-from nmoe_train.model import Transformer
+from nmoe_train.model import Transformer, initialise
 from nmoe_train.model.moe_block import router_bias
 from nmoe_train.model.rope import rotary_table, rotate
 from torch import Tensor
@@ -395,3 +395,30 @@ def test_recomputing_layers_changes_no_bit(
             assert again[2][name] is None, name
         else:
             assert torch.equal(gradient, again[2][name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_held_apart_compute_what_the_whole_does(
+    tiny: Callable[..., Config], tied: bool
+) -> None:
+    changes = {"model.layers": 5, "model.dense_layers": 2, "model.tie_embeddings": tied}
+    config = tiny(**changes)
+    whole = Transformer(config.model, 257)
+    initialise(whole, config.model, config.run.seed)
+    tokens, documents = torch.arange(16)[None], torch.zeros(1, 16, dtype=torch.int64)
+    want = whole.hidden(tokens, documents)
+    state: dict[str, Tensor] = {}
+    x, routing = tokens, {}
+    for held in ((0,), (1, 2), (3, 4)):
+        piece = Transformer(config.model, 257, held=held)
+        initialise(piece, config.model, config.run.seed)
+        state |= piece.state_dict()
+        output = piece.part(x, documents, held)
+        x, routing = output.hidden_BSH, {**routing, **output.routing}
+    assert torch.equal(x, want.hidden_BSH)
+    assert list(routing) == list(want.routing) == [2, 3, 4]
+    wanted = whole.state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    assert (piece.embedding is not None) == tied
+    assert torch.equal(piece.output_weight, whole.output_weight)

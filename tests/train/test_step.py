@@ -316,7 +316,9 @@ def test_updates_too_small_for_bf16_survive(start: Callable[..., Training]) -> N
     )
     for _ in range(5):
         training.step()
-    weight = training.model.norm.weight.detach()
+    norm = training.model.norm
+    assert norm is not None
+    weight = norm.weight.detach()
     moved = (weight - 1).abs()
     assert float(moved.min()) > 0
     assert float(moved.max()) < 6 * rate

@@ -48,7 +48,7 @@ def train_step(
     What it reports is the global batch's, the same on every rank. A gradient norm that is not
     finite leaves weights, moments and router biases as they were.
     """
-    device = model.embedding.weight.device
+    device = model.device
     sums: dict[str, Tensor] = {}
     loads: dict[int, Tensor] = {}
     for micro in _micro_batches(share, config, device):

@@ -24,7 +24,7 @@ def generate(
     Temperature 0 takes the likeliest token. The window is the model's `positions`. All ranks
     continue the same text, by the token that rank 0 draws, as their experts work for each other.
     """
-    device = model.embedding.weight.device
+    device = model.device
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document_id]
     randomness = generator(seed, "generate")
     start = len(ids)

@@ -24,7 +24,7 @@ def validation_loss(
     Ranks take batches in turn and all get the same loss. Raises TrainError `E-DATA-HELD-OUT` when
     there is nothing to predict.
     """
-    device = model.embedding.weight.device
+    device = model.device
     total, predictions = torch.zeros((), device=device), 0
     last = min(sequences, loader.windows)
     layout = groups.layout

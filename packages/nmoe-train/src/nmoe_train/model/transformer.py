@@ -2,9 +2,12 @@
 
 The first `dense_layers` layers have a dense MLP, the others a Mixture-of-Experts block, as in
 DeepSeek-V3 (arXiv 2412.19437). `hidden` gives the states before the output projection, so that the
-loss never holds all logits. Letters: B sequences, S positions, H width, V vocabulary.
+loss never holds all logits. A model may be held in part, by the layers' numbers: with the first
+layer goes the embedding, with the last the final norm and the output projection, and names are
+those of the whole. Letters: B sequences, S positions, H width, V vocabulary.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +26,7 @@ from nmoe_train.model.rope import rotary_table
 
 @dataclass
 class ModelOutput:
-    """States before the output projection, and what every router did."""
+    """States before the output projection or the next part, and what every router did."""
 
     hidden_BSH: Tensor
     routing: dict[int, RoutingReport] = field(default_factory=dict)
@@ -60,10 +63,34 @@ class Layer(nn.Module):
         return x_BSH + y_BSH, report
 
 
+class Layers(nn.Module):
+    """The layers that are here, by their number in the whole model."""
+
+    def __init__(self, layers: dict[int, Layer]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+    def items(self) -> Iterator[tuple[int, Layer]]:
+        """Numbers and layers."""
+        for name, layer in self.named_children():
+            assert isinstance(layer, Layer)
+            yield int(name), layer
+
+    def __iter__(self) -> Iterator[Layer]:
+        return (layer for _, layer in self.items())
+
+    def __getitem__(self, number: int) -> Layer:
+        layer = self.get_submodule(str(number))
+        assert isinstance(layer, Layer)
+        return layer
+
+
 class Transformer(nn.Module):
     """A language model over `vocab_size` tokens; computes in `dtype`, holds fp32 weights.
 
-    With `expert_parallel`, it holds this rank's experts only, and tokens travel to the others.
+    With `expert_parallel`, it holds this rank's experts only, and tokens travel to the others. With
+    `held`, it holds the layers of these numbers only, and `part` computes them.
     """
 
     def __init__(
@@ -74,28 +101,41 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         recompute: bool = False,
         expert_parallel: ExpertParallel | None = None,
+        held: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.recompute = config, dtype, recompute
+        numbers = range(config.layers) if held is None else held
+        begins, ends = 0 in numbers, config.layers - 1 in numbers
         self.local_experts: range = (
             expert_parallel.local_experts if expert_parallel else range(config.moe.experts)
         )
         """Numbers of the experts whose weights are here, the same in every layer."""
-        self.embedding = nn.Embedding(vocab_size, config.width)
-        self.layers = nn.ModuleList(
-            Layer(config, number, expert_parallel) for number in range(config.layers)
-        )
-        self.norm = RMSNorm(config.width, config.norm_eps)
-        self.head = None if config.tie_embeddings else Linear(config.width, vocab_size)
+        self.embedding: nn.Embedding | None = None
+        if begins or (ends and config.tie_embeddings):
+            self.embedding = nn.Embedding(vocab_size, config.width)
+        self.layers = Layers({number: Layer(config, number, expert_parallel) for number in numbers})
+        self.norm: RMSNorm | None = None
+        self.head: Linear | None = None
+        if ends:
+            self.norm = RMSNorm(config.width, config.norm_eps)
+            self.head = None if config.tie_embeddings else Linear(config.width, vocab_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
 
     @property
     def output_weight(self) -> Tensor:
-        """Weight of the output projection, fp32 [V, H]."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        """Weight of the output projection, fp32 [V, H]; only with the last layer."""
+        output = self.embedding if self.head is None else self.head
+        assert output is not None
+        return output.weight
 
     def moe_blocks(self) -> dict[int, MoEBlock]:
         """Mixture-of-Experts blocks by layer number."""
-        blocks = ((number, layer.moe) for number, layer in enumerate(self.layers))
+        blocks = ((number, layer.moe) for number, layer in self.layers.items())
         return {number: block for number, block in blocks if isinstance(block, MoEBlock)}
 
     def hidden(self, tokens_BS: Tensor, documents_BS: Tensor) -> ModelOutput:
@@ -103,20 +143,33 @@ class Transformer(nn.Module):
 
         `documents` [B, S] numbers the document of each token; attention stays within it.
         """
+        return self.part(tokens_BS, documents_BS, range(self.config.layers))
+
+    def part(self, inputs: Tensor, documents_BS: Tensor, numbers: Sequence[int]) -> ModelOutput:
+        """Runs consecutive layers on tokens [B, S], or on the states [B, S, H] before them.
+
+        The result holds the states after them; after the last layer, normed for the output.
+        """
         table = rotary_table(
-            tokens_BS.shape[1],
+            documents_BS.shape[1],
             KINDS[self.config.attention.kind].rotary_dim(self.config),
             self.config.rope_theta,
-            tokens_BS.device,
+            documents_BS.device,
         )
         mask = document_mask(documents_BS)
-        x_BSH = self.embedding(tokens_BS).to(self.dtype)
+        x_BSH = inputs
+        if numbers[0] == 0:
+            assert self.embedding is not None
+            x_BSH = self.embedding(inputs).to(self.dtype)
         output = ModelOutput(x_BSH)
-        for number, layer in enumerate(self.layers):
-            x_BSH, report = self._run_layer(layer, x_BSH, table, mask)
+        for number in numbers:
+            x_BSH, report = self._run_layer(self.layers[number], x_BSH, table, mask)
             if report is not None:
                 output.routing[number] = report
-        output.hidden_BSH = self.norm(x_BSH)
+        output.hidden_BSH = x_BSH
+        if numbers[-1] == self.config.layers - 1:
+            assert self.norm is not None
+            output.hidden_BSH = self.norm(x_BSH)
         return output
 
     def logits(self, tokens_BS: Tensor, documents_BS: Tensor) -> Tensor:
