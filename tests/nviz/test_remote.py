@@ -18,8 +18,9 @@ import nviz
 import pytest
 from nviz.cli import main
 from nviz.errors import VizError
-from nviz.store import Workspace, remote
+from nviz.store import RunIndex, Workspace, remote
 from nviz.store.checkpoints import list_checkpoints
+from nviz.store.database import Database
 from nviz.store.remote import Mirror
 from nviz.store.remote_names import remote_file
 from run_folder import START, RunFolder, record, trained
@@ -50,7 +51,7 @@ def checkpointed(run: RunFolder) -> None:
 
 
 def answer(folder: Path, sql: str) -> list[tuple[Any, ...]]:
-    return Workspace(folder).database(sql)[1].query(sql, 100_000, 30.0).rows
+    return Database(RunIndex(folder).refresh().values()).query(sql).rows
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
@@ -392,26 +391,16 @@ def demo(
 
 
 def _answer(runs: Path, sql: str, rows: int, seconds: float) -> "Answer":
-    from nviz.store.database import Database, needs_metrics
-    from nviz.store.runs import RunIndex
+    from nviz.store.sql_worker import SqlWorker
 
+    worker = SqlWorker(runs)
     try:
-        database = Database(RunIndex(runs).refresh().values(), metrics=needs_metrics(sql))
-    except RuntimeError as error:
-        # So DuckDB names a Ctrl-C that came while it worked.
-        if str(error) != "Query interrupted":
-            raise
-        raise KeyboardInterrupt from error
-    for problem in database.problems:
+        reply = worker.query(sql, rows, seconds)
+    finally:
+        worker.close()
+    for problem in reply.problems:
         typer.echo(f"warning {problem}", err=True)
-    # In another thread, as a long statement in the main one keeps Python from seeing Ctrl-C.
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(database.query, sql, rows, seconds)
-        try:
-            return answer.result()
-        except KeyboardInterrupt:
-            database.interrupt()
-            raise
+    return reply.answer
 
 
 def _print_json(columns: list[str], rows: list[tuple[Any, ...]]) -> None:

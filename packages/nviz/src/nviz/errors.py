@@ -4,9 +4,11 @@
 class VizError(Exception):
     """A problem the user can mend: what was wrong, where, and what to do about it.
 
-    `code` is stable.
+    `code` is stable; `what` and `remedy` are the two halves of the message.
     """
 
     def __init__(self, code: str, what: str, remedy: str) -> None:
         super().__init__(f"{code}: {what}; {remedy}")
         self.code = code
+        self.what = what
+        self.remedy = remedy

@@ -6,8 +6,10 @@ import streamlit as st
 
 from nviz import formats, shell
 from nviz.errors import VizError
+from nviz.store.database import LIMIT_S
 
 MOST_ROWS = 10_000
+MOST_BYTES = 32 * 2**20
 # Of `runs` alone, as it is answered as soon as the page is opened.
 EXAMPLE = """SELECT run, name, status, step, steps, results->>'loss/validation' AS validation
 FROM runs
@@ -23,18 +25,19 @@ def answer(sql: str) -> None:
     """Run the query and show its rows, or why it was refused."""
     started = time.perf_counter()
     try:
-        taken, database = shell.workspace().database(sql)
-        found = database.query(sql, MOST_ROWS)
+        reply = shell.workspace().sql.query(sql, MOST_ROWS, LIMIT_S, MOST_BYTES)
     except VizError as error:
         st.error("The query was refused.")
         st.code(str(error), language=None)
         return
+    found = reply.answer
     frame = formats.table(found.columns, found.rows)
     more = f", the first {MOST_ROWS:,} shown" if found.truncated else ""
-    age = formats.duration(time.time() - taken)
+    age = formats.duration(time.time() - reply.taken_unix_s)
     seconds = time.perf_counter() - started
     st.caption(f"{len(found.rows):,} rows{more}, {seconds:.2f} s; files as of {age} ago.")
     st.dataframe(frame, hide_index=True, height=380, key="answer")
+    shell.show_problems(list(reply.problems))
 
 
 def page() -> None:

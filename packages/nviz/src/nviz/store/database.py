@@ -92,7 +92,6 @@ class Database:
         """
         self._lock = threading.Lock()
         self._connection = duckdb.connect(":memory:")
-        self._running = self._connection
         self._parts = parts or PartIndex()
         self._columns: dict[str, str] = {}
         self._waiting: list[pa.Table] = []
@@ -107,18 +106,22 @@ class Database:
         """Free the snapshot."""
         self._connection.close()
 
-    def interrupt(self) -> None:
-        """Stop the query that another thread waits for; it raises there."""
-        self._running.interrupt()
+    def works(self) -> bool:
+        """Whether it still answers: after an internal error DuckDB does not."""
+        try:
+            return self._connection.execute("SELECT true").fetchall() == [(True,)]
+        except duckdb.Error:
+            return False
 
     def query(self, sql: str, most_rows: int | None = None, limit_s: float = LIMIT_S) -> Answer:
         """Run one SELECT.
 
         Raises VizError: `E-SQL-READ-ONLY` for anything but one reading statement, `E-SQL` for what
-        the database refuses, `E-SQL-TIME` after `limit_s` seconds.
+        the database refuses, `E-SQL-TIME` after `limit_s` seconds, `E-SQL-MEMORY` for what does not
+        fit. Not every statement can be stopped so: for those of strangers there is `SqlWorker`.
         """
         with self._lock:
-            cursor = self._running = self._connection.cursor()
+            cursor = self._connection.cursor()
             _refuse_writes(cursor, sql)
             late = threading.Timer(limit_s, cursor.interrupt)
             late.start()
@@ -127,9 +130,9 @@ class Database:
                 cursor.execute("BEGIN TRANSACTION READ ONLY")
                 return _fetch(cursor.execute(sql), most_rows)
             except duckdb.InterruptException as error:
-                raise VizError(
-                    "E-SQL-TIME", f"the query ran longer than {limit_s:g} s", "ask for fewer rows"
-                ) from error
+                raise late_error(limit_s) from error
+            except duckdb.OutOfMemoryException as error:
+                raise memory_error() from error
             except duckdb.Error as error:
                 raise _sql_error(error) from error
             finally:
@@ -331,6 +334,18 @@ def _refuse_writes(cursor: duckdb.DuckDBPyConnection, sql: str) -> None:
         raise VizError(
             "E-SQL-READ-ONLY", "only one reading statement is allowed", "write a single SELECT"
         )
+
+
+def late_error(limit_s: float) -> VizError:
+    """Of a query that took too long."""
+    return VizError("E-SQL-TIME", f"the query ran longer than {limit_s:g} s", "ask for fewer rows")
+
+
+def memory_error(
+    what: str = f"the query needs more than the {MEMORY} of memory it may",
+) -> VizError:
+    """Of a query that wants too much memory."""
+    return VizError("E-SQL-MEMORY", what, "ask for fewer rows, or shorter values")
 
 
 def _sql_error(error: duckdb.Error) -> VizError:

@@ -18,20 +18,18 @@ from pathlib import Path
 import duckdb
 
 from nviz.store.columns import ColumnReader
-from nviz.store.database import Database, needs_metrics
 from nviz.store.events import Event, EventLog
 from nviz.store.experts import ExpertLoads
 from nviz.store.heat import Heat
 from nviz.store.hydra import HydraFolder, HydraIndex
-from nviz.store.parts import PartIndex
 from nviz.store.run_data import RunData
 from nviz.store.runs import Run, RunIndex
+from nviz.store.sql_worker import SqlWorker
 from nviz.store.summary import Summaries, Summary
 
 OPEN_RUNS = 8
 INDEX_S = 1.0
 MOST_EXPERT_BYTES = 512 * 2**20
-SNAPSHOT_S = 15.0
 
 
 class Workspace:
@@ -43,8 +41,6 @@ class Workspace:
         self._index = RunIndex(root)
         self._hydra = HydraIndex(root)
         self._lock = threading.RLock()
-        # Its own: reading all runs takes seconds, and the other pages go on meanwhile.
-        self._snapshot_lock = threading.Lock()
         self._connection = duckdb.connect(":memory:")
         self._summaries = Summaries()
         self._summing = ThreadPoolExecutor(1, thread_name_prefix="nviz-summaries")
@@ -58,8 +54,7 @@ class Workspace:
         self._opened = 0
         self._runs: dict[str, Run] = {}
         self._walked = -INDEX_S
-        self._parts = PartIndex()
-        self._snapshots: dict[bool, tuple[float, Database]] = {}
+        self.sql = SqlWorker(root)
 
     def runs(self) -> dict[str, Run]:
         """Runs by key, the newest first."""
@@ -144,18 +139,3 @@ class Workspace:
     def _new_data(self, run: Run) -> RunData:
         self._opened += 1
         return RunData(run.folder, self._connection, f"run_{self._opened}")
-
-    def database(self, sql: str) -> tuple[float, Database]:
-        """When the newest snapshot that answers `sql` was taken (seconds since the epoch), and the
-        snapshot: with metrics and events only if it names them, as these take long.
-        """
-        whole = needs_metrics(sql)
-        with self._snapshot_lock:
-            known = self._snapshots.get(whole)
-            if known is None or time.time() - known[0] > SNAPSHOT_S:
-                if known is not None:
-                    known[1].close()
-                runs = self.runs().values()
-                known = (time.time(), Database(runs, whole, self._parts))
-                self._snapshots[whole] = known
-            return known
