@@ -37,6 +37,7 @@ from nmoe_train.eval import validation_loss
 from nmoe_train.interrupt import SIGNALS, Interrupt
 from nmoe_train.model import Transformer, initialise
 from nmoe_train.model.initialise import STACKED_EXPERTS
+from nmoe_train.model.tensor import TensorParallel
 from nmoe_train.optim import build_optimizer
 from nmoe_train.parallel.experts import exchange_record
 from nmoe_train.parallel.groups import Groups, host_name
@@ -146,6 +147,7 @@ class _Training:
             dtype=DTYPES[config.precision.dtype],
             recompute=config.train.recompute == "layer",
             expert_parallel=experts,
+            tensor=TensorParallel(groups.tensor),
         )
         initialise(self.model, config.model, config.run.seed)
         self.model.to(self.device)

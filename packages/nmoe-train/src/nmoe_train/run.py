@@ -72,11 +72,12 @@ def _open_data(config: Config, groups: Groups, observer: ConsoleObserver) -> Tra
 
 def most_tokens(config: Config, groups: Groups) -> int:
     """The most tokens that a rank computes at once, in training or after it."""
-    train = config.train
+    train, tp = config.train, groups.layout.tp
     sequences = train.micro_batch_size or train.batch_size // groups.layout.dp
     # A character that the end of the prompt cuts comes back longer: U+FFFD is three bytes.
     longest_text = min(3 * PROMPT_TOKENS + GENERATED_TOKENS, config.model.positions)
-    return max(sequences * train.seq_len, longest_text)
+    # A rank of a tensor-parallel group has the tokens of its positions.
+    return max(sequences * -(-train.seq_len // tp), -(-longest_text // tp))
 
 
 def _continue_held_out_text(

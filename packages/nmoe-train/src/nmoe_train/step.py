@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nmoe_train.config import Config
 from nmoe_train.data import Step
-from nmoe_train.model import ModelOutput, Transformer, chunked_cross_entropy
+from nmoe_train.model import ModelOutput, Transformer
 from nmoe_train.model.moe_block import router_bias
 from nmoe_train.optim import GuardedAdamW, clip_gradients, rate_factor, set_rates
 from nmoe_train.parallel.groups import ALONE, Groups
@@ -115,12 +115,8 @@ def _losses(
 ) -> dict[str, Tensor]:
     """This micro-batch's part of the losses of the global batch; parts add up to the whole."""
     moe = config.model.moe
-    ce = chunked_cross_entropy(
-        output.hidden_BSH.flatten(0, 1),
-        model.output_weight,
-        micro.targets_BS.flatten(),
-        chunk=config.train.loss_chunk,
-    ) / max(1, micro.predictions)
+    total = model.loss(output.hidden_BSH, micro.targets_BS, config.train.loss_chunk)
+    ce = total / max(1, micro.predictions)
     losses = {"loss/ce": ce, "loss/train": ce}
     share = micro.inputs_BS.shape[0] / config.train.batch_size
     if output.routing:

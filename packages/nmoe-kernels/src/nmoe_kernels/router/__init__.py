@@ -10,6 +10,7 @@ from nmoe_kernels.hardware import pick_backend
 from nmoe_kernels.router.config import RouterConfig, Routing
 from nmoe_kernels.router.controls import (
     apply_capacity,
+    count_choices,
     load_balance_loss,
     load_stats,
     sequence_balance_loss,
@@ -22,6 +23,7 @@ __all__ = [
     "RouterConfig",
     "Routing",
     "apply_capacity",
+    "count_choices",
     "load_balance_loss",
     "load_stats",
     "route",

@@ -4,7 +4,7 @@ Losses come without their coefficient and as means (over tokens, or over sequenc
 caller's weight for them does not depend on how a batch is cut. Nothing here reads a tensor on the
 host.
 
-Letters: T tokens, K experts per token, E experts.
+Letters: T tokens, K experts per token, E experts, R sequences.
 """
 
 import dataclasses
@@ -23,29 +23,53 @@ def z_loss(logits_TE: Tensor) -> Tensor:
     return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)
 
 
-def sequence_balance_loss(scores_TE: Tensor, ids_TK: Tensor, rows: int) -> Tensor:
+def count_choices(ids_TK: Tensor, rows: int, experts: int) -> Tensor:
+    """How many assignments each of `rows` sequences of equal length gave each expert, fp32 [R, E].
+
+    What capacity dropped (id E) counts nowhere. Raises KernelError if `rows` does not divide T.
+    """
+    _check_rows(ids_TK.shape[0], rows)
+    ids = ids_TK.reshape(rows, -1)
+    # One more column takes the assignments that were dropped.
+    chosen = torch.zeros(rows, experts + 1, device=ids.device)
+    chosen.scatter_add_(1, ids, torch.ones_like(ids, dtype=chosen.dtype))
+    return chosen[:, :experts].contiguous()
+
+
+def sequence_balance_loss(
+    scores_TE: Tensor,
+    ids_TK: Tensor,
+    rows: int,
+    *,
+    length: int | None = None,
+    chosen_RE: Tensor | None = None,
+) -> Tensor:
     """The sequence-wise balance loss of DeepSeek-V3 (equations 17 to 20), mean over sequences.
 
     `rows` is the number of sequences: tokens lie sequence after sequence, each of T / rows tokens.
     For one sequence the loss is sum_i f_i P_i, with f_i = E / (K * length) times the tokens that
     chose expert i, and P_i the mean of its score normalised over experts. It is 1 when even.
-    The gradient flows through P only. Raises KernelError if `rows` does not divide T.
+    The gradient flows through P only. Where these tokens are a part of each sequence, pass the
+    whole `length` and `count_choices` summed over all parts: the results of parts then add up, as
+    do their gradients. Raises KernelError if `rows` does not divide T.
     """
     tokens, experts = scores_TE.shape
+    _check_rows(tokens, rows)
+    if chosen_RE is None:
+        chosen_RE = count_choices(ids_TK, rows, experts)
+    length = length or max(tokens // rows, 1)
+    fraction = chosen_RE.to(scores_TE.dtype) * (experts / (ids_TK.shape[1] * length))
+    mean_score = _normalised(scores_TE).reshape(rows, -1, experts).sum(1) / length
+    return (fraction * mean_score).sum(-1).mean()
+
+
+def _check_rows(tokens: int, rows: int) -> None:
     if rows < 1 or tokens % rows:
         raise KernelError(
             "E-BALANCE-ROWS",
             f"{tokens} tokens do not make {rows} equal sequences",
             "pass their number",
         )
-    length = max(tokens // rows, 1)
-    ids = ids_TK.reshape(rows, -1)
-    # One more column takes the assignments that capacity dropped.
-    chosen = scores_TE.new_zeros(rows, experts + 1)
-    chosen.scatter_add_(1, ids, torch.ones_like(ids, dtype=scores_TE.dtype))
-    fraction = chosen[:, :experts] * (experts / (ids_TK.shape[1] * length))
-    mean_score = _normalised(scores_TE).reshape(rows, -1, experts).sum(1) / length
-    return (fraction * mean_score).sum(-1).mean()
 
 
 def load_balance_loss(scores_TE: Tensor, load_E: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from nmoe_data.loader import Loader
 
 from nmoe_train.data import to_step
 from nmoe_train.errors import TrainError
-from nmoe_train.model import Transformer, chunked_cross_entropy
+from nmoe_train.model import Transformer
 from nmoe_train.parallel.groups import ALONE, Groups
 
 
@@ -35,15 +35,10 @@ def validation_loss(
         first = first if counts else start
         step = to_step(loader.sequential(first, min(batch_size, last - first)))
         output = model.hidden(step.inputs_BS.to(device), step.documents_BS.to(device))
-        loss = chunked_cross_entropy(
-            output.hidden_BSH.flatten(0, 1),
-            model.output_weight,
-            step.targets_BS.flatten().to(device),
-            chunk=chunk,
-        )
+        loss = model.loss(output.hidden_BSH, step.targets_BS.to(device), chunk)
         if counts:
             total += loss
-            predictions += step.predictions
+            predictions += step.predictions if layout.speaks_for_share else 0
     groups.sum_(total)
     (predictions,) = groups.counts(predictions)
     if predictions == 0:

@@ -1,25 +1,54 @@
-"""Small layers that everything is made of: linear maps, RMSNorm and the SwiGLU MLP.
+"""Small layers that everything is made of: linear maps, embedding, RMSNorm and the SwiGLU MLP.
 
 Parameters are the fp32 master weights. They are cast to the format of the activations at each use,
 so that one model computes in fp32 or bf16, and gradients arrive and accumulate in fp32.
-Letters: `...` any leading shape, H width, I hidden width.
+A layer that takes a `tensor` holds this rank's part of its weights: rows of what widens, columns of
+what narrows, so that it wants all positions and what it gives is to be summed over ranks.
+Letters: `...` any leading shape, B sequences, S positions, s of them here, H width, I hidden width,
+V vocabulary.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nmoe_train.model.tensor import WHOLE, Cut, TensorParallel
+
 
 class Linear(nn.Module):
-    """y = x W^T without bias; `weight` [out, in] fp32."""
+    """y = x W^T without bias; `weight` [out, in] fp32, or the `cut` of it that is here."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, cut: Cut | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.cut = cut
+        shape = [outputs, inputs]
+        if cut is not None:
+            shape[cut.dim] = cut.length
+        self.weight = nn.Parameter(torch.empty(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., in] to [..., out] in the format of x."""
         return F.linear(x, self.weight.to(x.dtype))
+
+
+class Embedding(nn.Module):
+    """A vector for each token; `weight` [V, H] fp32, of which each rank holds a run of rows."""
+
+    def __init__(self, vocab_size: int, width: int, tensor: TensorParallel = WHOLE) -> None:
+        super().__init__()
+        self.tensor, self.cut = tensor, tensor.cut(0, vocab_size)
+        rows = vocab_size if self.cut is None else self.cut.length
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """Vectors [B, s, H] of this rank's positions of the tokens [B, S]."""
+        if self.cut is None:
+            return F.embedding(tokens_BS, self.weight).to(dtype)
+        row_BS = tokens_BS - self.cut.start
+        here_BS = (row_BS >= 0) & (row_BS < self.cut.length)
+        x_BSH = F.embedding(row_BS.clamp(0, self.cut.length - 1), self.weight).to(dtype)
+        # One rank's row and zeros: their sum is exact in any format.
+        return self.tensor.scatter_sum(x_BSH.masked_fill(~here_BS[..., None], 0.0))
 
 
 class RMSNorm(nn.Module):
@@ -38,11 +67,12 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, tensor: TensorParallel = WHOLE) -> None:
         super().__init__()
-        self.gate = Linear(width, hidden)
-        self.up = Linear(width, hidden)
-        self.down = Linear(hidden, width)
+        rows, columns = tensor.cut(0, hidden), tensor.cut(1, hidden)
+        self.gate = Linear(width, hidden, rows)
+        self.up = Linear(width, hidden, rows)
+        self.down = Linear(hidden, width, columns)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., H] to [..., H]."""

@@ -1,23 +1,27 @@
 """The feed-forward part of a Mixture-of-Experts layer: routed experts beside a shared one.
 
-Letters: B sequences, S positions, H width, E experts.
+Letters: B sequences, S positions, s of them here, H width, E experts.
 """
 
 from dataclasses import dataclass
 
 import torch
-from nmoe_kernels import MoE, RouterConfig
+from nmoe_kernels import MoE, RouterConfig, Routing
 from nmoe_kernels.rdep import ExpertParallel
-from nmoe_kernels.router import sequence_balance_loss, z_loss
+from nmoe_kernels.router import count_choices, sequence_balance_loss, z_loss
 from torch import Tensor, nn
 
 from nmoe_train.config import ModelConfig
 from nmoe_train.model.layers import SwiGLU
+from nmoe_train.model.tensor import WHOLE, TensorParallel
 
 
 @dataclass
 class RoutingReport:
-    """What one layer's router did in one forward pass."""
+    """What one layer's router did in one forward pass, with the positions of this rank.
+
+    Where ranks share the sequences, each has its part of the losses, and parts add up.
+    """
 
     load_E: Tensor
     """Tokens sent to each expert, int64."""
@@ -33,9 +37,14 @@ class MoEBlock(nn.Module):
     """sum of the chosen experts plus the shared expert (DeepSeekMoE, arXiv 2401.06066)."""
 
     def __init__(
-        self, config: ModelConfig, expert_parallel: ExpertParallel | None = None, name: str = ""
+        self,
+        config: ModelConfig,
+        expert_parallel: ExpertParallel | None = None,
+        name: str = "",
+        tensor: TensorParallel = WHOLE,
     ) -> None:
         super().__init__()
+        self.tensor = tensor
         moe = config.moe
         router = RouterConfig(
             experts=moe.experts,
@@ -50,21 +59,35 @@ class MoEBlock(nn.Module):
             config.width, moe.expert_width, router, expert_parallel=expert_parallel, name=name
         )
         hidden = moe.shared_experts * moe.expert_width
-        self.shared = SwiGLU(config.width, hidden) if hidden else None
+        self.shared = SwiGLU(config.width, hidden, tensor) if hidden else None
 
-    def forward(self, x_BSH: Tensor) -> tuple[Tensor, RoutingReport]:
-        """Maps x [B, S, H] to [B, S, H] and reports the routing."""
-        routed, routing = self.experts(x_BSH)
+    def forward(self, x_BsH: Tensor, positions: int) -> tuple[Tensor, RoutingReport]:
+        """Maps x [B, s, H] to [B, s, H] and reports the routing.
+
+        `positions`: S, of which x holds those of this rank.
+        """
+        y_BsH, routing = self.experts(x_BsH)
         report = RoutingReport(
             load_E=routing.load_E,
             invalid=routing.invalid,
-            balance_loss=sequence_balance_loss(
-                routing.scores_TE, routing.ids_TK, rows=x_BSH.shape[0]
-            ),
-            z_loss=z_loss(routing.logits_TE),
+            balance_loss=self._balance_loss(routing, x_BsH.shape[0], positions),
+            z_loss=z_loss(routing.logits_TE) * (x_BsH.shape[1] / positions),
         )
-        y = routed if self.shared is None else routed + self.shared(x_BSH)
-        return y, report
+        if self.shared is not None:
+            x_BSH = self.tensor.gather(x_BsH, positions)
+            y_BsH = y_BsH + self.tensor.scatter_sum(self.shared(x_BSH))
+        return y_BsH, report
+
+    def _balance_loss(self, routing: Routing, rows: int, positions: int) -> Tensor:
+        """How often a sequence chose an expert counts over all ranks; scores are those here."""
+        chosen_RE = count_choices(routing.ids_TK, rows, routing.scores_TE.shape[1])
+        return sequence_balance_loss(
+            routing.scores_TE,
+            routing.ids_TK,
+            rows,
+            length=positions,
+            chosen_RE=self.tensor.sum_(chosen_RE),
+        )
 
 
 def router_bias(block: MoEBlock) -> Tensor:

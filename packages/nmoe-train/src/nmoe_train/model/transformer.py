@@ -4,7 +4,8 @@ The first `dense_layers` layers have a dense MLP, the others a Mixture-of-Expert
 DeepSeek-V3 (arXiv 2412.19437). `hidden` gives the states before the output projection, so that the
 loss never holds all logits. A model may be held in part, by the layers' numbers: with the first
 layer goes the embedding, with the last the final norm and the output projection, and names are
-those of the whole. Letters: B sequences, S positions, H width, V vocabulary.
+those of the whole. Ranks that share sequences (`model.tensor`) hold a run of positions each between
+blocks. Letters: B sequences, S positions, s of them here, H width, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from nmoe_train.config import ModelConfig
 from nmoe_train.model.attention import KINDS, build_attention, document_mask
-from nmoe_train.model.layers import Linear, RMSNorm, SwiGLU
+from nmoe_train.model.layers import Embedding, Linear, RMSNorm, SwiGLU
+from nmoe_train.model.loss import chunked_cross_entropy
 from nmoe_train.model.moe_block import MoEBlock, RoutingReport
 from nmoe_train.model.rope import rotary_table
+from nmoe_train.model.tensor import WHOLE, Cut, TensorParallel
 
 
 @dataclass
@@ -37,30 +40,37 @@ class Layer(nn.Module):
     """x += attention(norm(x)); x += feed_forward(norm(x))."""
 
     def __init__(
-        self, config: ModelConfig, number: int, expert_parallel: ExpertParallel | None
+        self,
+        config: ModelConfig,
+        number: int,
+        expert_parallel: ExpertParallel | None,
+        tensor: TensorParallel,
     ) -> None:
         super().__init__()
+        self.tensor = tensor
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = build_attention(config)
+        self.attention = build_attention(config, tensor)
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp: SwiGLU | None = None
         self.moe: MoEBlock | None = None
         if number < config.dense_layers:
-            self.mlp = SwiGLU(config.width, config.dense_width)
+            self.mlp = SwiGLU(config.width, config.dense_width, tensor)
         else:
-            self.moe = MoEBlock(config, expert_parallel, f"layers.{number}")
+            self.moe = MoEBlock(config, expert_parallel, f"layers.{number}", tensor)
 
     def forward(
-        self, x_BSH: Tensor, table: Tensor, mask: Tensor
+        self, x_BsH: Tensor, table: Tensor, mask: Tensor
     ) -> tuple[Tensor, RoutingReport | None]:
-        """One layer on x [B, S, H]; the report is None in a dense layer."""
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), table, mask)
-        normed = self.ffn_norm(x_BSH)
+        """One layer on x [B, s, H]; the report is None in a dense layer."""
+        positions = table.shape[1]
+        x_BsH = x_BsH + self.attention(self.attention_norm(x_BsH), table, mask)
+        normed = self.ffn_norm(x_BsH)
         if self.mlp is not None:
-            return x_BSH + self.mlp(normed), None
+            y_BSH = self.mlp(self.tensor.gather(normed, positions))
+            return x_BsH + self.tensor.scatter_sum(y_BSH), None
         assert self.moe is not None
-        y_BSH, report = self.moe(normed)
-        return x_BSH + y_BSH, report
+        y_BsH, report = self.moe(normed, positions)
+        return x_BsH + y_BsH, report
 
 
 class Layers(nn.Module):
@@ -90,7 +100,8 @@ class Transformer(nn.Module):
     """A language model over `vocab_size` tokens; computes in `dtype`, holds fp32 weights.
 
     With `expert_parallel`, it holds this rank's experts only, and tokens travel to the others. With
-    `held`, it holds the layers of these numbers only, and `part` computes them.
+    `held`, it holds the layers of these numbers only, and `part` computes them; with `tensor`, this
+    rank's part of the dense weights and of every sequence.
     """
 
     def __init__(
@@ -102,24 +113,29 @@ class Transformer(nn.Module):
         recompute: bool = False,
         expert_parallel: ExpertParallel | None = None,
         held: Sequence[int] | None = None,
+        tensor: TensorParallel = WHOLE,
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.recompute = config, dtype, recompute
+        self.vocab_size, self.tensor = vocab_size, tensor
         numbers = range(config.layers) if held is None else held
         begins, ends = 0 in numbers, config.layers - 1 in numbers
         self.local_experts: range = (
             expert_parallel.local_experts if expert_parallel else range(config.moe.experts)
         )
         """Numbers of the experts whose weights are here, the same in every layer."""
-        self.embedding: nn.Embedding | None = None
+        self.embedding: Embedding | None = None
         if begins or (ends and config.tie_embeddings):
-            self.embedding = nn.Embedding(vocab_size, config.width)
-        self.layers = Layers({number: Layer(config, number, expert_parallel) for number in numbers})
+            self.embedding = Embedding(vocab_size, config.width, tensor)
+        self.layers = Layers(
+            {number: Layer(config, number, expert_parallel, tensor) for number in numbers}
+        )
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None
         if ends:
             self.norm = RMSNorm(config.width, config.norm_eps)
-            self.head = None if config.tie_embeddings else Linear(config.width, vocab_size)
+            if not config.tie_embeddings:
+                self.head = Linear(config.width, vocab_size, tensor.cut(0, vocab_size))
 
     @property
     def device(self) -> torch.device:
@@ -128,10 +144,15 @@ class Transformer(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Weight of the output projection, fp32 [V, H]; only with the last layer."""
+        """Weight of the output projection, fp32, rows of [V, H]; only with the last layer."""
         output = self.embedding if self.head is None else self.head
         assert output is not None
         return output.weight
+
+    def cuts(self) -> dict[str, Cut]:
+        """What of a parameter is here, by name, where tensor-parallel ranks have the rest."""
+        split = ((n, m.cut) for n, m in self.named_modules() if isinstance(m, (Linear, Embedding)))
+        return {f"{name}.weight": cut for name, cut in split if cut is not None}
 
     def moe_blocks(self) -> dict[int, MoEBlock]:
         """Mixture-of-Experts blocks by layer number."""
@@ -139,14 +160,14 @@ class Transformer(nn.Module):
         return {number: block for number, block in blocks if isinstance(block, MoEBlock)}
 
     def hidden(self, tokens_BS: Tensor, documents_BS: Tensor) -> ModelOutput:
-        """States [B, S, H] before the output projection, for tokens [B, S] int64.
+        """States [B, s, H] before the output projection, for tokens [B, S] int64.
 
         `documents` [B, S] numbers the document of each token; attention stays within it.
         """
         return self.part(tokens_BS, documents_BS, range(self.config.layers))
 
     def part(self, inputs: Tensor, documents_BS: Tensor, numbers: Sequence[int]) -> ModelOutput:
-        """Runs consecutive layers on tokens [B, S], or on the states [B, S, H] before them.
+        """Runs consecutive layers on tokens [B, S], or on the states [B, s, H] before them.
 
         The result holds the states after them; after the last layer, normed for the output.
         """
@@ -160,7 +181,7 @@ class Transformer(nn.Module):
         x_BSH = inputs
         if numbers[0] == 0:
             assert self.embedding is not None
-            x_BSH = self.embedding(inputs).to(self.dtype)
+            x_BSH = self.embedding(inputs, self.dtype)
         output = ModelOutput(x_BSH)
         for number in numbers:
             x_BSH, report = self._run_layer(self.layers[number], x_BSH, table, mask)
@@ -172,10 +193,32 @@ class Transformer(nn.Module):
             output.hidden_BSH = self.norm(x_BSH)
         return output
 
+    def loss(self, hidden_BsH: Tensor, targets_BS: Tensor, chunk: int) -> Tensor:
+        """Sum of the cross-entropy over the targets [B, S], as `chunked_cross_entropy` says."""
+        hidden_BSH = self.tensor.gather(hidden_BsH, targets_BS.shape[1])
+        return chunked_cross_entropy(
+            hidden_BSH.flatten(0, 1),
+            self.output_weight,
+            targets_BS.flatten(),
+            chunk=chunk,
+            tensor=self.tensor,
+            first=self._first_row(),
+        )
+
     def logits(self, tokens_BS: Tensor, documents_BS: Tensor) -> Tensor:
         """All logits, fp32 [B, S, V]: for generation and tests, not for training."""
-        hidden = self.hidden(tokens_BS, documents_BS).hidden_BSH
-        return F.linear(hidden, self.output_weight.to(hidden.dtype)).float()
+        return self.all_logits(self.hidden(tokens_BS, documents_BS).hidden_BSH, tokens_BS.shape[1])
+
+    def all_logits(self, hidden_BsH: Tensor, positions: int) -> Tensor:
+        """All logits, fp32 [B, S, V], of states that `hidden` gave for so many positions."""
+        hidden_BSH = self.tensor.gather(hidden_BsH, positions)
+        logits = F.linear(hidden_BSH, self.output_weight.to(hidden_BSH.dtype))
+        return self.tensor.collect(logits, 2, self.vocab_size).float()
+
+    def _first_row(self) -> int:
+        """Which token the first row of the output projection here is for."""
+        cut = self.tensor.cut(0, self.vocab_size)
+        return 0 if cut is None else cut.start
 
     def _run_layer(self, layer: nn.Module, *inputs: Tensor) -> Any:
         if self.recompute and torch.is_grad_enabled():

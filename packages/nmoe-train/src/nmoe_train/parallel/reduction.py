@@ -1,17 +1,21 @@
 """What is added over ranks in a step: gradients in flat buckets, and the step's numbers in one.
 
 Every rank's loss is its part of a mean over the global batch, so gradients add up and are divided
-by nothing. A dense weight's gradient is the sum over all ranks. An expert's is already the sum over
-the tokens of its expert-parallel group, whose ranks sent them to it, and what is left to add are
-the other groups' replicas of the same expert.
+by nothing. A dense weight that tensor-parallel ranks share out has its gradient from all their
+tokens, and is summed over the data-parallel ranks that hold the same part; one that all hold alike
+saw this rank's tokens only, and is summed over all ranks of the stage. An expert's gradient is
+already the sum over the tokens of its expert-parallel group, whose ranks sent them to it, and what
+is left to add are the other groups' replicas of the same expert.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from nmoe_train.model import Transformer
 from nmoe_train.model.initialise import STACKED_EXPERTS
 from nmoe_train.parallel.groups import Groups
 
@@ -28,20 +32,24 @@ class StepSums:
 
 
 @torch.no_grad()
-def reduce_step(model: nn.Module, sums: StepSums, groups: Groups) -> tuple[StepSums, Tensor]:
+def reduce_step(model: Transformer, sums: StepSums, groups: Groups) -> tuple[StepSums, Tensor]:
     """Adds gradients over ranks in place; returns the sums of all ranks and the gradients' norm.
 
     The norm (fp32 scalar) and the sums (scalars fp64, loads int64) are the same on every rank.
     """
-    dense, experts = _gradients(model)
-    _reduce(dense, lambda flat: groups.sum_within_(flat, groups.stage, "dense gradients"))
-    _reduce(experts, lambda flat: groups.sum_within_(flat, groups.replicas, "expert gradients"))
     layout = groups.layout
+    whole, cut, experts = _gradients(model)
     # Each rank's part of the square of the norm: what several hold is counted once.
-    part = _square(dense) / layout.ranks
-    if experts:
-        part += _square(experts) / layout.expert_replicas
-    total, square = _add_sums(sums, part, groups)
+    square = torch.zeros((), dtype=torch.float64, device=whole[0].device)
+    for gradients, group, holders in (
+        (whole, groups.stage, layout.stage_ranks),
+        (cut, groups.data, layout.dp),
+        (experts, groups.replicas, layout.expert_replicas),
+    ):
+        _reduce(gradients, group, groups)
+        if gradients:
+            square += _square(gradients) / holders
+    total, square = _add_sums(sums, square, groups)
     return total, square.sqrt().float()
 
 
@@ -56,19 +64,23 @@ def _add_sums(sums: StepSums, square: Tensor, groups: Groups) -> tuple[StepSums,
     return StepSums(dict(zip(sums.scalars, values, strict=True)), loads), square
 
 
-def _gradients(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of dense weights and of experts, in the order of the model."""
-    dense: list[Tensor] = []
+def _gradients(model: Transformer) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Gradients of dense weights held whole, of those held in part, and of experts, in order."""
+    whole: list[Tensor] = []
+    cut: list[Tensor] = []
     experts: list[Tensor] = []
+    cuts = model.cuts()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} took no part in the step"
-        (experts if STACKED_EXPERTS.search(name) else dense).append(parameter.grad)
-    return dense, experts
+        kind = experts if STACKED_EXPERTS.search(name) else cut if name in cuts else whole
+        kind.append(parameter.grad)
+    return whole, cut, experts
 
 
-def _reduce(gradients: Sequence[Tensor], add: Callable[[Tensor], Tensor]) -> None:
+def _reduce(gradients: Sequence[Tensor], group: ProcessGroup | None, groups: Groups) -> None:
     for bucket in _buckets(gradients):
-        flat = add(torch.cat([gradient.flatten() for gradient in bucket]))
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        groups.sum_within_(flat, group, "gradients")
         parts = flat.split([gradient.numel() for gradient in bucket])
         torch._foreach_copy_(
             bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]

@@ -1,6 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023): groups of query heads share a key-value head.
 
-Letters: B sequences, S positions, H width, N query heads, G key-value heads, D head width.
+Letters: B sequences, S positions, s of them here, H width, N query heads and G key-value heads of
+this rank, D head width.
 """
 
 import torch.nn.functional as F
@@ -9,28 +10,34 @@ from torch import Tensor, nn
 from nmoe_train.config import ModelConfig
 from nmoe_train.model.layers import Linear
 from nmoe_train.model.rope import rotate
+from nmoe_train.model.tensor import WHOLE, TensorParallel
 
 
 class GroupedQueryAttention(nn.Module):
-    """Rotary attention over N query heads and G key-value heads."""
+    """Rotary attention; ranks share the heads evenly."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tensor: TensorParallel = WHOLE) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.kv_heads = config.attention.kv_heads or config.heads
-        self.head_dim = self.rotary_dim(config)
-        self.query = Linear(config.width, self.heads * self.head_dim)
-        self.key = Linear(config.width, self.kv_heads * self.head_dim)
-        self.value = Linear(config.width, self.kv_heads * self.head_dim)
-        self.output = Linear(self.heads * self.head_dim, config.width)
+        self.tensor = tensor
+        heads, kv_heads = config.heads, config.attention.kv_heads or config.heads
+        self.heads, self.kv_heads = heads // tensor.ranks, kv_heads // tensor.ranks
+        query, key_value = heads * self.rotary_dim(config), kv_heads * self.rotary_dim(config)
+        self.query = Linear(config.width, query, tensor.cut(0, query))
+        self.key = Linear(config.width, key_value, tensor.cut(0, key_value))
+        self.value = Linear(config.width, key_value, tensor.cut(0, key_value))
+        self.output = Linear(query, config.width, tensor.cut(1, query))
 
     @staticmethod
     def rotary_dim(config: ModelConfig) -> int:
         """Rotary dimensions that the table must have: the whole head."""
         return config.head_dim
 
-    def forward(self, x_BSH: Tensor, table: Tensor, mask: Tensor) -> Tensor:
-        """Attends within x [B, S, H]; `table` from `rotary_table`, `mask` from `document_mask`."""
+    def forward(self, x_BsH: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+        """Attends within sequences of which x [B, s, H] are this rank's positions.
+
+        `table` from `rotary_table` and `mask` from `document_mask` are for all positions.
+        """
+        x_BSH = self.tensor.gather(x_BsH, table.shape[1])
         batch, length, _ = x_BSH.shape
         q_BSND = rotate(self.query(x_BSH).view(batch, length, self.heads, -1), table)
         k_BSGD = rotate(self.key(x_BSH).view(batch, length, self.kv_heads, -1), table)
@@ -42,4 +49,5 @@ class GroupedQueryAttention(nn.Module):
             attn_mask=mask,
             enable_gqa=self.kv_heads != self.heads,
         )
-        return self.output(y_BNSD.transpose(1, 2).reshape(batch, length, -1))
+        y_BSH = self.output(y_BNSD.transpose(1, 2).reshape(batch, length, -1))
+        return self.tensor.scatter_sum(y_BSH)
