@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pytest
 from nviz.charts import (
@@ -19,7 +18,7 @@ from nviz.charts import (
 from nviz.queries import curves
 from nviz.queries.curves import Table
 from nviz.queries.experts import LayerLoads, LoadMap
-from nviz.store.run_data import RunData
+from nviz.store.columns import ColumnReader
 from run_folder import RunFolder, record
 
 LOSS = Panel("Loss", "…", {"training": "loss/train", "other": "loss/ce"}, log=True)
@@ -85,9 +84,7 @@ def test_earlier_attempts_are_drawn_dotted_on_request_only(root: Path) -> None:
     run = RunFolder(root, "a")
     run.append(*[record(step) for step in range(10)])
     run.append(*[record(step) for step in range(5, 8)], attempt=2)
-    data = RunData(run.path, duckdb.connect(":memory:"), "run")
-    data.refresh()
-    table = curves.table(data.connection, ["loss/train", "loss/ce"], 0)
+    table = curves.table_of(ColumnReader().rows(run.path, ["loss/train", "loss/ce"]))
     plain = panel_figure(table, LOSS, View())
     asked = panel_figure(table, LOSS, View(earlier=True))
     assert plain is not None and asked is not None

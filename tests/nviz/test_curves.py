@@ -1,52 +1,22 @@
-"""Curves against plain Python: attempts, axes, smoothing, down-sampling, non-finite values.
-
-Both ways to a run's rows, tables in DuckDB and single columns, must give the same.
-"""
+"""Curves against plain Python: attempts, axes, smoothing, down-sampling, non-finite values."""
 
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pytest
 from nviz.queries import curves
 from nviz.queries.curves import Axis, Table
 from nviz.store.columns import ColumnReader
 from nviz.store.events import EventLog
-from nviz.store.run_data import RunData
 from run_folder import START, RunFolder, record
 
 
-def opened(run: RunFolder) -> RunData:
-    """The run's tables, read once."""
-    data = RunData(run.path, duckdb.connect(":memory:"), "run")
-    data.refresh()
-    return data
-
-
-Read = Callable[..., Table]
-
-
-def from_tables(run: RunFolder, metrics: list[str], axis: Axis = "step") -> Table:
-    """The run's rows by way of DuckDB."""
-    data = opened(run)
-    rank = min(curves.ranks(data.connection), default=0)
-    return curves.table(data.connection, metrics, rank, axis, data.metrics)
-
-
-def from_columns(run: RunFolder, metrics: list[str], axis: Axis = "step") -> Table:
+def read(run: RunFolder, metrics: list[str], axis: Axis = "step") -> Table:
     """The run's rows from the files' columns."""
     names = {*metrics, *curves.AXIS_COLUMNS.values()} - {"step"}
     return curves.table_of(ColumnReader().rows(run.path, sorted(names)), axis)
-
-
-@pytest.fixture(params=[from_tables, from_columns])
-def read(request: pytest.FixtureRequest) -> Read:
-    """Both ways to a run's rows."""
-    found: Read = request.param
-    return found
 
 
 def crashed(root: Path) -> RunFolder:
@@ -57,7 +27,7 @@ def crashed(root: Path) -> RunFolder:
     return run
 
 
-def test_the_later_attempt_wins_from_its_first_step_on(root: Path, read: Read) -> None:
+def test_the_later_attempt_wins_from_its_first_step_on(root: Path) -> None:
     run = crashed(root)
     found = read(run, ["loss/train"])
     shown = curves.curve(found, "loss/train", ~found.superseded)
@@ -67,9 +37,6 @@ def test_the_later_attempt_wins_from_its_first_step_on(root: Path, read: Read) -
     earlier = curves.curve(found, "loss/train", found.superseded)
     assert earlier.x.tolist() == list(range(110, 162))
     assert curves.latest_of(found, ["loss/train"]) == {"loss/train": 1130.0}
-    data = opened(run)
-    assert curves.last_step(data.connection) == 130
-    assert curves.latest(data.connection, 0, ["loss/train"]) == {"loss/train": 1130.0}
     assert curves.last_step_of(ColumnReader().rows(run.path, [])) == 130
 
 
@@ -89,7 +56,7 @@ def test_evaluations_behind_a_resume_are_left_out_and_a_later_one_wins(root: Pat
     assert found == {10: 5.0, 20: 3.9}
 
 
-def test_an_evaluation_between_records_is_placed_between_them(root: Path, read: Read) -> None:
+def test_an_evaluation_between_records_is_placed_between_them(root: Path) -> None:
     run = RunFolder(root, "a")
     run.append(record(10), record(20), record(30))
     run.append(record(20, tokens=99_999_999), attempt=2)
@@ -102,7 +69,7 @@ def test_an_evaluation_between_records_is_placed_between_them(root: Path, read: 
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_superseded_rows_agree_with_a_plain_count(root: Path, seed: int, read: Read) -> None:
+def test_superseded_rows_agree_with_a_plain_count(root: Path, seed: int) -> None:
     drawn = random.Random(seed)
     run, start = RunFolder(root, "a"), 0
     spans: dict[int, range] = {}
@@ -123,9 +90,7 @@ def test_superseded_rows_agree_with_a_plain_count(root: Path, seed: int, read: R
     assert len(set(shown.tolist())) == len(shown), "each step once"
 
 
-def test_x_may_be_tokens_or_seconds_and_rows_without_it_are_left_out(
-    root: Path, read: Read
-) -> None:
+def test_x_may_be_tokens_or_seconds_and_rows_without_it_are_left_out(root: Path) -> None:
     run = RunFolder(root, "a")
     run.append(record(0), record(1), record(2, tokens=None), record(4, time_unix_s=None))
     tokens = read(run, ["loss/train"], "tokens")
@@ -134,7 +99,7 @@ def test_x_may_be_tokens_or_seconds_and_rows_without_it_are_left_out(
     assert seconds.x.tolist() == [0.0, 0.5, 1.0]
 
 
-def test_an_axis_that_no_row_has_gives_an_empty_table(root: Path, read: Read) -> None:
+def test_an_axis_that_no_row_has_gives_an_empty_table(root: Path) -> None:
     run = RunFolder(root, "a")
     run.append({"step": 0, "loss/train": 1.0})
     for axis in ("tokens", "time"):
@@ -145,15 +110,14 @@ def test_ranks_with_skewed_clocks_stay_apart(root: Path) -> None:
     run = RunFolder(root, "a")
     run.append(record(0), record(1), rank=0)
     run.append(record(0, time_unix_s=START - 3600), record(1, time_unix_s=START + 9), rank=1)
-    data = opened(run)
-    assert curves.ranks(data.connection) == [0, 1]
-    assert curves.table(data.connection, [], 1).step.tolist() == [0, 1]
+    reader = ColumnReader()
+    assert reader.ranks(run.path) == [0, 1]
+    seconds = curves.table_of(reader.rows(run.path, ["time_unix_s"], 1), "time")
+    assert seconds.x.tolist() == [0.0, 3609.0]
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_non_finite_values_are_kept_apart_with_their_steps(
-    root: Path, sealed: bool, read: Read
-) -> None:
+def test_non_finite_values_are_kept_apart_with_their_steps(root: Path, sealed: bool) -> None:
     run = RunFolder(root, "a")
     losses = [1.0, math.nan, math.inf, 2.0, -math.inf]
     records = [record(step, loss=value) for step, value in enumerate(losses)]
@@ -169,11 +133,8 @@ def test_the_latest_value_may_be_nan_and_missing_ones_are_looked_past(root: Path
     run = RunFolder(root, "a")
     run.append(record(0, loss__validation=3.0), record(1), record(2, loss=math.nan))
     names = ["loss/train", "loss/validation"]
-    for found in (
-        curves.latest(opened(run).connection, 0, names),
-        curves.latest_of(from_columns(run, names), names),
-    ):
-        assert math.isnan(found["loss/train"]) and found["loss/validation"] == 3.0
+    found = curves.latest_of(read(run, names), names)
+    assert math.isnan(found["loss/train"]) and found["loss/validation"] == 3.0
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 0.9, 0.99])
@@ -209,11 +170,7 @@ def test_a_short_curve_is_not_downsampled() -> None:
 
 
 def test_an_empty_run_has_empty_answers(root: Path) -> None:
-    data = opened(RunFolder(root, "a"))
-    assert curves.ranks(data.connection) == []
-    assert curves.last_step(data.connection) is None
-    assert len(curves.table(data.connection, ["loss/train"], 0, "step", data.metrics).x) == 0
-    assert curves.latest(data.connection, 0, []) == {}
+    assert ColumnReader().ranks(RunFolder(root, "a").path) == []
     rows = ColumnReader().rows(root / "a", ["loss/train"])
     assert curves.last_step_of(rows) is None
     assert len(curves.table_of(rows, "time").x) == 0
@@ -223,6 +180,6 @@ def test_an_empty_run_has_empty_answers(root: Path) -> None:
 def test_a_download_has_null_where_nothing_was_recorded(root: Path) -> None:
     run = RunFolder(root, "a")
     run.append(record(0, loss=math.nan), record(1, loss__train=None))
-    found = curves.arrow(from_columns(run, ["loss/train"]))
+    found = curves.arrow(read(run, ["loss/train"]))
     assert found["step"].to_pylist() == [0, 1]
     assert math.isnan(found["loss/train"][0].as_py()) and found["loss/train"][1].as_py() is None

@@ -4,23 +4,24 @@ import json
 import math
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pytest
 from headless import EVIL, Open, figures, markup, open_page, texts, tiles
 from nviz.queries import faults
-from nviz.store.run_data import RunData
+from nviz.store.columns import ColumnReader, Rows
+from nviz.store.events import Event, EventLog
 from nviz.store.runs import Run, RunIndex
 from run_folder import START, RunFolder, record
 
 __all__ = ["open_page"]
 
 
-def looked_at(run: RunFolder) -> tuple[Run, RunData]:
-    """The run as the index has it, and its tables."""
-    data = RunData(run.path, duckdb.connect(":memory:"), "run")
-    data.refresh()
-    return RunIndex(run.path).refresh()[run.path.name], data
+def looked_at(run: RunFolder) -> tuple[Run, list[Event], Rows]:
+    """The run as the index has it, its events, and the times of its records."""
+    log = EventLog(run.path)
+    log.refresh()
+    rows = ColumnReader().rows(run.path, ["time_unix_s"])
+    return RunIndex(run.path).refresh()[run.path.name], list(log.events), rows
 
 
 def begun(*from_steps: int) -> list[dict[str, float]]:
@@ -46,8 +47,7 @@ def restarted(root: Path, **fields: object) -> RunFolder:
 
 
 def histories(run: RunFolder) -> list[faults.History]:
-    found, data = looked_at(run)
-    return faults.histories(found, data.connection, data.metrics)
+    return faults.histories(*looked_at(run))
 
 
 def test_an_attempt_loses_what_the_next_one_does_again(root: Path) -> None:
@@ -108,8 +108,7 @@ def test_steps_of_a_recovery_that_began_an_attempt_count_once(root: Path) -> Non
     run.event("recovery", 110, steps_lost=51, seconds=45.5)
     run.event("recovery", 165, steps_lost=3, seconds=2.5)
     run.event("recovery", 168, steps_lost="many", seconds=math.nan)
-    found, data = looked_at(run)
-    lost = faults.losses(data.connection, faults.histories(found, data.connection, data.metrics))
+    lost = faults.losses(looked_at(run)[1], histories(run))
     assert (lost.restarts, lost.recoveries, lost.seconds) == (51, 3, (45.5, 2.5))
 
 
@@ -118,13 +117,13 @@ def test_the_time_line_is_thinned_by_kind_and_keeps_the_rare(root: Path) -> None
     for step in range(3001):
         run.event("checkpoint", step)
     run.event("fault", 1234, what="gone", rank=7)
-    _, data = looked_at(run)
-    found = faults.moments(data.connection, most=100)
+    _, events, _ = looked_at(run)
+    found = faults.moments(events, most=100)
     saved = [item.step for item in found if item.lane == "checkpoint"]
     assert len(saved) <= 110 and (saved[0], saved[-1]) == (0, 3000)
     (fault,) = [item for item in found if item.lane == "fault"]
     assert (fault.step, fault.words) == (1234, "fault: gone, rank 7")
-    assert faults.lane_counts(data.connection) == {"fault": 1, "checkpoint": 3001}
+    assert faults.lane_counts(events) == {"fault": 1, "checkpoint": 3001}
     assert [item.time_unix_s for item in found] == sorted(item.time_unix_s for item in found)
 
 
@@ -134,12 +133,18 @@ def test_progress_keeps_each_attempts_ends_within_bounds(root: Path) -> None:
     run.seal(*[record(step, time_unix_s=START + 9000 + step) for step in range(3000, 3100)],
              attempt=2)  # fmt: skip
     run.seal(*[record(step, time_unix_s=START + 1e6) for step in range(7000, 7010)], rank=3)
-    _, data = looked_at(run)
-    first, second = faults.progress(data.connection, data.metrics, buckets=50)
+    first, second = faults.progress(looked_at(run)[2], buckets=50)
     assert (first.attempt, second.attempt) == (1, 2)
     assert len(first.step) <= 100 and (first.step[0], first.step[-1]) == (1, 5000)
     assert (second.step[0], second.step[-1]) == (3000, 3099)
     assert first.time_unix_s == pytest.approx(START + 0.5 * first.step)
+
+
+def test_an_attempt_without_the_first_rank_is_not_lost(root: Path) -> None:
+    run = RunFolder(root, "a", attempt=2, attempts=begun(0, 5), status="failed")
+    run.append(*map(record, range(1, 10)))
+    run.append(*map(record, range(6, 21)), attempt=2, rank=3)
+    assert [(item.reached, item.lost) for item in histories(run)] == [(9, 4), (20, None)]
 
 
 def test_the_page_shows_what_the_faults_cost(root: Path, open_page: Open) -> None:

@@ -3,12 +3,12 @@
 import math
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pytest
 from headless import EVIL, Open, figures, markup, open_page, rerun, texts, tiles, titles
 from nviz.queries import performance
-from nviz.store.run_data import RunData
+from nviz.store import columns
+from nviz.store.columns import ColumnReader, Rows
 from run_folder import RunFolder, record
 
 __all__ = ["open_page"]
@@ -16,11 +16,15 @@ __all__ = ["open_page"]
 STAGES = ("data", "forward", "backward", "optimizer")
 
 
-def opened(run: RunFolder) -> RunData:
-    """The run's tables."""
-    data = RunData(run.path, duckdb.connect(":memory:"), "run")
-    data.refresh()
-    return data
+def rows(run: RunFolder, rank: int = 0) -> Rows:
+    """All columns of a rank."""
+    reader = ColumnReader()
+    return reader.rows(run.path, reader.metrics(run.path, rank), rank)
+
+
+def all_ranks(run: RunFolder) -> dict[int, Rows]:
+    """All columns of every rank."""
+    return {rank: rows(run, rank) for rank in ColumnReader().ranks(run.path)}
 
 
 def times(step: int, scale: float = 1.0, **more: float) -> dict[str, float]:
@@ -41,10 +45,9 @@ def times(step: int, scale: float = 1.0, **more: float) -> dict[str, float]:
 def test_stages_are_means_of_equal_stretches_and_the_rest_completes_the_step(root: Path) -> None:
     run = RunFolder(root, "a")
     run.append(*[record(step, **times(step)) for step in range(100)])
-    data = opened(run)
-    stages, inner = performance.stage_names(data.metrics)
+    stages, inner = performance.stage_names(ColumnReader().metrics(run.path))
     assert (tuple(stages), inner) == (STAGES, ["dispatch", "expert", "combine"])
-    found = performance.stage_times(data.connection, 0, stages, rest=True, buckets=10)
+    found = performance.stage_times(rows(run), stages, rest=True, buckets=10)
     assert found.stages == [*STAGES, performance.REST]
     assert found.step_B.tolist() == list(range(0, 100, 10))
     for at, name in enumerate(STAGES):
@@ -60,8 +63,7 @@ def test_steps_done_again_and_values_that_are_not_finite_do_not_count(root: Path
     run.append(*[record(step, **times(step, scale=9.0)) for step in range(10)])
     run.append(*[record(step, **times(step)) for step in range(5, 10)], attempt=2)
     run.append(record(10, **times(10, time_ms__data=math.nan)), attempt=2)
-    data = opened(run)
-    found = performance.stage_times(data.connection, 0, ["data", "forward"], rest=False, buckets=1)
+    found = performance.stage_times(rows(run), ["data", "forward"], rest=False, buckets=1)
     forward = [times(step, 9.0 if step < 5 else 1.0)["time_ms__forward"] for step in range(11)]
     waits = [times(step, 9.0 if step < 5 else 1.0)["time_ms__data"] for step in range(10)]
     assert found.ms_PB[:, 0] == pytest.approx([np.mean(waits), np.mean(forward)], rel=1e-12)
@@ -70,7 +72,7 @@ def test_steps_done_again_and_values_that_are_not_finite_do_not_count(root: Path
 def test_stages_never_exceed_their_number_of_buckets(root: Path) -> None:
     run = RunFolder(root, "a")
     run.seal(*[record(step, **times(step)) for step in range(2000)])
-    found = performance.stage_times(opened(run).connection, 0, ["data"], rest=True)
+    found = performance.stage_times(rows(run), ["data"], rest=True)
     assert found.ms_PB.shape == (2, performance.BUCKETS)
 
 
@@ -79,7 +81,7 @@ def ranked(root: Path, slow: int = 2, ranks: int = 4, steps: int = 60) -> RunFol
     run = RunFolder(root, "a", layout={"dp": ranks})
     for rank in range(ranks):
         work = 880.0 if rank == slow else 800.0
-        rows = [
+        made = [
             record(
                 step,
                 step_ms=1000.0 + step,
@@ -88,13 +90,12 @@ def ranked(root: Path, slow: int = 2, ranks: int = 4, steps: int = 60) -> RunFol
             )
             for step in range(steps)
         ]
-        run.seal(*rows, rank=rank)
+        run.seal(*made, rank=rank)
     return run
 
 
 def test_a_slow_rank_is_found_though_all_steps_end_together(root: Path) -> None:
-    data = opened(ranked(root))
-    found = performance.rank_speeds(data.connection, data.metrics, last=20)
+    found = performance.rank_speeds(all_ranks(ranked(root)), last=20)
     assert [item.rank for item in found] == [2, 0, 1, 3]
     assert found[0].mean_ms == pytest.approx(880.0) and found[1].mean_ms == pytest.approx(800.0)
     assert found[0].relative == pytest.approx(1.1)
@@ -102,8 +103,7 @@ def test_a_slow_rank_is_found_though_all_steps_end_together(root: Path) -> None:
 
 
 def test_ranks_over_steps_are_relative_to_their_median(root: Path) -> None:
-    data = opened(ranked(root))
-    found = performance.rank_times(data.connection, data.metrics, columns=6)
+    found = performance.rank_times(all_ranks(ranked(root)).items(), (0, 59), columns=6)
     assert found.ranks == [0, 1, 2, 3] and found.relative_RB.shape == (4, 6)
     assert found.step_B.tolist() == [0, 10, 20, 30, 40, 50]
     assert found.relative_RB[2] == pytest.approx([1.1] * 6)
@@ -113,20 +113,19 @@ def test_ranks_over_steps_are_relative_to_their_median(root: Path) -> None:
 def test_recorded_waiting_goes_before_the_whole_exchange(root: Path) -> None:
     run = RunFolder(root, "a")
     for rank, waited in enumerate((120.0, 20.0, 120.0)):
-        rows = [
+        made = [
             record(step, step_ms=1000.0, time_ms__dispatch=300.0 - rank, rdep__wait_ms=waited)
             for step in range(20)
         ]
-        run.append(*rows, rank=rank)
-    data = opened(run)
-    found = performance.rank_speeds(data.connection, data.metrics)
+        run.append(*made, rank=rank)
+    found = performance.rank_speeds(all_ranks(run))
     assert [(item.rank, item.mean_ms) for item in found] == [(1, 980.0), (0, 880.0), (2, 880.0)]
 
 
 def test_who_waits_for_whom_is_a_mean_over_the_newest_steps(root: Path, open_page: Open) -> None:
     run = RunFolder(root, "a")
     for rank in range(3):
-        rows = [
+        made = [
             record(
                 step,
                 rdep__wait_ms=30.0,
@@ -134,13 +133,12 @@ def test_who_waits_for_whom_is_a_mean_over_the_newest_steps(root: Path, open_pag
             )
             for step in range(40)
         ]
-        run.append(*rows, rank=rank)
-    data = opened(run)
-    found = performance.peer_waits(data.connection, data.metrics, last=10)
+        run.append(*made, rank=rank)
+    found = performance.peer_waits(all_ranks(run), last=10)
     assert found is not None and (found.ranks, found.peers) == ([0, 1, 2], [0, 1, 2])
     expected = [[10 * rank + peer + 34.5 for peer in range(3)] for rank in range(3)]
     assert found.ms_RR.tolist() == expected
-    assert performance.peer_waits(data.connection, ["rdep/wait_ms", "rdep/wait_ms/x"]) is None
+    assert performance.peers_of(["rdep/wait_ms", "rdep/wait_ms/x"]) == []
     assert {"Who waits for whom", "Waiting for peers"} <= set(
         titles(open_page("performance", run="a"))
     )
@@ -149,10 +147,35 @@ def test_who_waits_for_whom_is_a_mean_over_the_newest_steps(root: Path, open_pag
 def test_a_rank_that_joins_late_has_gaps(root: Path) -> None:
     run = ranked(root, ranks=2, slow=0)
     run.seal(*[record(step, step_ms=900.0) for step in range(40, 60)], rank=7)
-    data = opened(run)
-    found = performance.rank_times(data.connection, data.metrics, columns=6)
+    found = performance.rank_times(all_ranks(run).items(), (0, 59), columns=6)
     assert found.ranks == [0, 1, 7]
     assert np.isnan(found.relative_RB[2, :4]).all() and np.isfinite(found.relative_RB[2, 4:]).all()
+
+
+def test_the_page_reads_only_what_it_shows(
+    root: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(root, "a")
+    for rank in range(2):
+        for part in range(4):
+            steps = range(300 * part, 300 * part + 300)
+            run.seal(
+                *[record(step, **times(step), unseen=1.0) for step in steps], rank=rank, part=part
+            )
+    asked: list[tuple[str, set[str]]] = []
+    read = columns.read_part
+
+    def note(path: Path, names: list[str]) -> dict[str, columns.Column]:
+        asked.append((path.name, set(names)))
+        return read(path, names)
+
+    monkeypatch.setattr(columns, "read_part", note)
+    open_page("performance", run="a")
+    assert asked and not any("unseen" in names for _, names in asked)
+    assert {name for path, names in asked if path.startswith("1-1-") for name in names} <= {
+        "step",
+        *performance.OWN,
+    }
 
 
 def test_the_page_shows_stages_ranks_and_curves(root: Path, open_page: Open) -> None:
@@ -180,8 +203,7 @@ def test_the_rank_is_chosen_in_the_address(root: Path, open_page: Open) -> None:
 
 def test_hundreds_of_ranks_are_drawn_within_bounds(root: Path, open_page: Open) -> None:
     run = RunFolder(root, "a", layout={"dp": 300})
-    rows = [record(step, step_ms=100.0 + step % 3) for step in range(400)]
-    run.seal(*rows)
+    run.seal(*[record(step, step_ms=100.0 + step % 3) for step in range(400)])
     part = next((run.path / "metrics").glob("*.parquet")).read_bytes()
     for rank in range(1, 300):
         (run.path / "metrics" / f"1-{rank}-000.parquet").write_bytes(part)

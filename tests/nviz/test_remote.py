@@ -112,8 +112,7 @@ def test_a_growing_run_is_followed_and_only_what_changed_is_copied(
     untouched = mirror.root / "rests" / "metrics" / "1-0.jsonl"
     inode = untouched.stat().st_ino
     space = Workspace(mirror.root)
-    with space.data(space.runs()["grows"]) as data:
-        assert data.problems() == []
+    assert space.columns.rows(space.runs()["grows"].folder, ["loss/train"]).problems == ()
 
     before = (grows.path / "run.json").read_text()
     (grows.path / "run.json").write_text(before.replace('"running"', '"stopped"'))

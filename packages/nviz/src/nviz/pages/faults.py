@@ -78,13 +78,14 @@ def event_table(found: list[Moment]) -> pa.Table:
 
 def draw(run: Run) -> None:
     """Everything as of now."""
-    with shell.workspace().data(run) as data:
-        counts = faults.lane_counts(data.connection)
-        attempts = faults.histories(run, data.connection, data.metrics)
-        lost = faults.losses(data.connection, attempts)
-        moments = faults.moments(data.connection)
-        progress = faults.progress(data.connection, data.metrics)
-        problems = data.problems()
+    space = shell.workspace()
+    rows = space.columns.rows(run.folder, [faults.TIME])
+    recorded = space.events(run)
+    counts = faults.lane_counts(recorded)
+    attempts = faults.histories(run, recorded, rows)
+    lost = faults.losses(recorded, attempts)
+    moments = faults.moments(recorded)
+    progress = faults.progress(rows)
     shell.status_line(run, [run.key, f"attempt {run.attempt}"])
     # In a place of its own, so that a new line moves no chart to another place, drawn anew.
     with st.container():
@@ -115,7 +116,7 @@ def draw(run: Run) -> None:
             key="attempts",
         )
     events(moments, counts)
-    shell.show_problems(problems)
+    shell.show_problems([*rows.problems, *space.event_problems(run)])
 
 
 def events(moments: list[Moment], counts: dict[str, int]) -> None:

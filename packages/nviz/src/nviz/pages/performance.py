@@ -1,6 +1,7 @@
 """How fast a run is and where its time goes: MFU, tokens/s, stages, overlap, memory, slow ranks."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 import streamlit as st
@@ -10,7 +11,7 @@ from nviz.charts import Drawing, Panel, View, panel_figure
 from nviz.figures import rank_map_figure, stage_figure, waits_figure
 from nviz.queries import curves, performance
 from nviz.queries.performance import REST, PeerWaits, RankSpeed, RankTimes, StageTimes
-from nviz.store import Run, RunData
+from nviz.store import ColumnReader, Rows, Run
 
 PANELS = (
     Panel(
@@ -74,7 +75,7 @@ SPEED_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All that the page needs of a run's tables."""
+    """All that the page shows."""
 
     drawings: dict[str, Drawing]
     latest: dict[str, float]
@@ -86,25 +87,43 @@ class Found:
     problems: list[str]
 
 
-def read(data: RunData, rank: int, view: View) -> Found:
-    """One look at the tables."""
-    connection, known = data.connection, data.metrics
-    metrics = [name for panel in PANELS for name in panel.metrics.values()]
-    table = curves.table(connection, metrics, rank, known=known)
+def read(columns: ColumnReader, folder: Path, ranks: list[int], rank: int, view: View) -> Found:
+    """One look at what is needed of the run's files."""
+    stages, inner = performance.stage_names(columns.metrics(folder, rank))
+    curved = {name for panel in PANELS for name in panel.metrics.values()} | set(LATEST)
+    timed = {performance.PREFIX + name for name in (*stages, *inner)} | {performance.STEP_MS}
+    rows = columns.rows(folder, sorted(curved | timed), rank)
+    table = curves.table_of(rows)
     drawn = {panel.title: panel_figure(table, panel, view) for panel in PANELS}
-    stages, inner = performance.stage_names(known)
-    timed = "step_ms" in known
-    several = timed and len(curves.ranks(connection)) > 1
+    times = performance.stage_times
+    has_steps = performance.STEP_MS in rows.columns
+    several = has_steps and len(ranks) > 1
+    recent = recent_rows(columns, folder, ranks) if several else {}
     return Found(
         drawings={title: drawing for title, drawing in drawn.items() if drawing},
-        latest=curves.latest(connection, rank, [name for name in LATEST if name in known]),
-        stages=performance.stage_times(connection, rank, stages, timed) if stages else None,
-        inner=performance.stage_times(connection, rank, inner, False) if inner else None,
-        speeds=performance.rank_speeds(connection, known) if several else [],
-        ranks=performance.rank_times(connection, known) if several else None,
-        waits=performance.peer_waits(connection, known) if several else None,
-        problems=data.problems(),
+        latest=curves.latest_of(table, LATEST),
+        stages=times(rows, stages, has_steps) if stages else None,
+        inner=times(rows, inner, False) if inner else None,
+        speeds=performance.rank_speeds(recent),
+        ranks=rank_map(columns, folder, ranks, rows) if several else None,
+        waits=performance.peer_waits(recent),
+        problems=list(rows.problems),
     )
+
+
+def recent_rows(columns: ColumnReader, folder: Path, ranks: list[int]) -> dict[int, Rows]:
+    """The newest steps of every rank: own time, and the waiting for each peer."""
+    last = performance.RECENT_STEPS
+    peers = performance.peers_of(columns.metrics(folder))
+    names = [*performance.OWN, *(f"{performance.WAIT}/{peer}" for peer in peers)]
+    return {rank: columns.rows(folder, names, rank, last) for rank in ranks}
+
+
+def rank_map(columns: ColumnReader, folder: Path, ranks: list[int], rows: Rows) -> RankTimes:
+    """All ranks over the steps that `rows` span."""
+    span = int(rows.step.min()), int(rows.step.max())
+    each = ((rank, columns.rows(folder, performance.OWN, rank)) for rank in ranks)
+    return performance.rank_times(each, span)
 
 
 def tiles(latest: dict[str, float]) -> None:
@@ -218,11 +237,11 @@ def panels(drawings: dict[str, Drawing]) -> None:
 def draw(run: Run) -> None:
     """Everything as of now."""
     dark = shell.is_dark()
-    with shell.workspace().data(run) as data:
-        ranks = curves.ranks(data.connection)
-        wanted = st.session_state.get("rank")
-        rank = wanted if wanted in ranks else min(ranks, default=0)
-        found = read(data, rank, View(dark=dark)) if ranks else None
+    columns = shell.workspace().columns
+    ranks = columns.ranks(run.folder)
+    wanted = st.session_state.get("rank")
+    rank = wanted if wanted in ranks else min(ranks, default=0)
+    found = read(columns, run.folder, ranks, rank, View(dark=dark)) if ranks else None
     shell.status_line(run, [run.key, f"rank {rank} of {len(ranks)}"])
     if found is None or not (found.drawings or found.stages or found.speeds):
         nothing(run, recorded=found is not None)
@@ -246,8 +265,7 @@ def nothing(run: Run, recorded: bool) -> None:
 
 def choose_rank(run: Run) -> None:
     """The choice of a rank where there are several, kept in the address."""
-    with shell.workspace().data(run) as data:
-        ranks = curves.ranks(data.connection)
+    ranks = shell.workspace().columns.ranks(run.folder)
     if len(ranks) > 1:
         st.selectbox(
             "Rank",

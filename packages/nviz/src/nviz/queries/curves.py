@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 from nviz.store.columns import Rows
 from nviz.store.events import Event
 from nviz.store.parse import non_finite_word, number
-from nviz.store.run_data import ROWS, one_row, quoted
 
 Array = NDArray[np.float64]
 Axis = Literal["step", "tokens", "time"]
@@ -50,48 +48,9 @@ class Curve:
     bad_words: list[str]
 
 
-def ranks(connection: duckdb.DuckDBPyConnection) -> list[int]:
-    """Ranks that recorded metrics, ascending."""
-    found = connection.execute("SELECT DISTINCT rank FROM rows ORDER BY rank").fetchall()
-    return [row[0] for row in found]
-
-
-def table(
-    connection: duckdb.DuckDBPyConnection,
-    metrics: list[str],
-    rank: int,
-    axis: Axis = "step",
-    known: list[str] | None = None,
-) -> Table:
-    """Values of `metrics` (those that the run has) of one rank, with x along `axis`.
-
-    `known` are the run's metrics. Time is in seconds from the run's first record. Rows without an x
-    are left out.
-    """
-    wanted = [name for name in metrics if known is None or name in known]
-    x = _axis_sql(axis, known)
-    columns = "".join(f", {quoted(name)} AS {quoted('value ' + name)}" for name in wanted)
-    found = connection.execute(
-        f"SELECT step, attempt, superseded, CAST({x} AS DOUBLE) AS x {columns} "
-        f"FROM ({ROWS}) WHERE rank = ? ORDER BY attempt, step",
-        [rank],
-    ).fetchnumpy()
-    xs = np.ma.filled(np.ma.asarray(found["x"], dtype=np.float64), np.nan)
-    keep = np.isfinite(xs)
-    masked = {name: np.ma.asarray(found["value " + name])[keep] for name in wanted}
-    return Table(
-        step=np.asarray(found["step"], dtype=np.float64)[keep],
-        x=xs[keep],
-        attempt=np.asarray(found["attempt"], dtype=np.int64)[keep],
-        superseded=np.asarray(found["superseded"], dtype=np.bool_)[keep],
-        values={name: np.ma.filled(column, np.nan) for name, column in masked.items()},
-        present={name: ~np.ma.getmaskarray(column) for name, column in masked.items()},
-    )
-
-
 def table_of(rows: Rows, axis: Axis = "step") -> Table:
-    """The columns of a run with x along `axis`, as `table` gives them; rows without an x are left
-    out. Time is in seconds from the run's first record.
+    """The columns of a run with x along `axis`; rows without an x are left out. Time is in seconds
+    from the run's first record.
     """
     x = _x_of(rows, axis)
     keep = np.isfinite(x)
@@ -156,17 +115,6 @@ def with_evaluations(found: Table, losses: dict[int, float], axis: Axis) -> Tabl
     )
 
 
-def _axis_sql(axis: Axis, known: list[str] | None) -> str:
-    source = AXIS_COLUMNS[axis]
-    if axis == "step":
-        return "step"
-    if known is not None and source not in known:
-        return "NULL"
-    if axis == "tokens":
-        return "tokens"
-    return "time_unix_s - (SELECT min(time_unix_s) FROM rows WHERE isfinite(time_unix_s))"
-
-
 def curve(found: Table, metric: str, rows: NDArray[np.bool_]) -> Curve:
     """The curve of `metric` over the chosen rows."""
     chosen = rows & found.present[metric]
@@ -210,29 +158,6 @@ def downsample(x: Array, y: Array, buckets: int = BUCKETS) -> tuple[Array, Array
         keep.add(start + int(piece.argmax()))
     marks = np.array(sorted(keep))
     return x[marks], y[marks]
-
-
-def latest(
-    connection: duckdb.DuckDBPyConnection, rank: int, metrics: list[str]
-) -> dict[str, float]:
-    """The newest recorded value of each of `metrics`; it may be non-finite."""
-    if not metrics:
-        return {}
-    columns = ", ".join(
-        f"arg_max({quoted(name)}, step) FILTER ({quoted(name)} IS NOT NULL)" for name in metrics
-    )
-    row = one_row(
-        connection, f"SELECT {columns} FROM ({ROWS}) WHERE rank = ? AND NOT superseded", [rank]
-    )
-    return {name: value for name, value in zip(metrics, row, strict=True) if value is not None}
-
-
-def last_step(connection: duckdb.DuckDBPyConnection) -> int | None:
-    """The newest step of the newest attempt, or None before the first record."""
-    (step,) = one_row(
-        connection, "SELECT max(step) FROM rows WHERE attempt = (SELECT max(attempt) FROM rows)"
-    )
-    return None if step is None else int(step)
 
 
 def latest_of(found: Table, metrics: Sequence[str]) -> dict[str, float]:

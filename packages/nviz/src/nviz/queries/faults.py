@@ -6,14 +6,15 @@ recovery inside an attempt (survivors go on without a restart) says itself how m
 
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from nviz.store import Run
+from nviz.store import Event, Rows, Run
 from nviz.store.parse import number, step_number
 
 Array = NDArray[np.float64]
@@ -32,6 +33,7 @@ LANES = {
 OTHER = "other"
 DIED = "died"
 LANE_ORDER = (*dict.fromkeys(LANES.values()), OTHER)
+TIME = "time_unix_s"
 MOST_MOMENTS = 400
 PROGRESS_BUCKETS = 250
 
@@ -69,28 +71,25 @@ class Progress:
     step: Array
 
 
-def lane_counts(connection: duckdb.DuckDBPyConnection) -> dict[str, int]:
+def lane_counts(events: Sequence[Event]) -> dict[str, int]:
     """How many events each lane has, in the order of the lanes."""
-    counts = dict.fromkeys(LANE_ORDER, 0)
-    for event, count in connection.execute(
-        "SELECT event, count(*) FROM events GROUP BY event"
-    ).fetchall():
-        counts[LANES.get(event, OTHER)] += count
-    return {lane: count for lane, count in counts.items() if count}
+    counts = Counter(LANES.get(item.event, OTHER) for item in events)
+    return {lane: counts[lane] for lane in LANE_ORDER if counts[lane]}
 
 
-def moments(connection: duckdb.DuckDBPyConnection, most: int = MOST_MOMENTS) -> list[Moment]:
+def moments(events: Sequence[Event], most: int = MOST_MOMENTS) -> list[Moment]:
     """Events in order of time, at most about `most` of a kind: evenly thinned, both ends kept."""
-    found = connection.execute(
-        "WITH placed AS (SELECT *, row_number() OVER (PARTITION BY event ORDER BY seq) AS n, "
-        "count(*) OVER (PARTITION BY event) AS total FROM events WHERE isfinite(time_unix_s)) "
-        "SELECT time_unix_s, event, step, detail FROM placed "
-        "WHERE total <= ? OR n % (total // ?) = 0 OR n = 1 OR n = total ORDER BY time_unix_s, seq",
-        [most, most],
-    ).fetchall()
+    kinds: dict[str, list[tuple[float, int, Event]]] = {}
+    for at, item in enumerate(events):
+        if item.time_unix_s is not None and math.isfinite(item.time_unix_s):
+            kinds.setdefault(item.event, []).append((item.time_unix_s, at, item))
+    kept = []
+    for found in kinds.values():
+        every = max(1, len(found) // most)
+        kept += [*found[:-1:every], found[-1]]
     return [
-        Moment(when, LANES.get(event, OTHER), step, words(event, json.loads(detail)))
-        for when, event, step, detail in found
+        Moment(when, LANES.get(item.event, OTHER), item.step, words(item.event, item.detail))
+        for when, _, item in sorted(kept, key=lambda entry: entry[:2])
     ]
 
 
@@ -109,17 +108,13 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def histories(run: Run, connection: duckdb.DuckDBPyConnection, metrics: list[str]) -> list[History]:
-    """The run's attempts, the first one first, from run.json, the events and the records."""
-    when = "max(time_unix_s)" if "time_unix_s" in metrics else "NULL"
-    recorded = {
-        attempt: (first, last, last_s)
-        for attempt, first, last, last_s in connection.execute(
-            f"SELECT attempt, min(step), max(step), {when} FROM rows GROUP BY attempt"
-        ).fetchall()
-    }
+def histories(run: Run, events: Sequence[Event], rows: Rows) -> list[History]:
+    """The run's attempts, the first one first, from run.json, the events and the records; `rows`
+    has the column `time_unix_s`.
+    """
+    recorded = _recorded(rows)
     begun = {attempt.number: attempt for attempt in run.attempts}
-    ends = _ends(connection, [attempt.number for attempt in run.attempts])
+    ends = _ends(events, [attempt.number for attempt in run.attempts])
     found = []
     for attempt in sorted(recorded.keys() | begun.keys()):
         first, last, last_s = recorded.get(attempt, (None, None, None))
@@ -138,18 +133,33 @@ def histories(run: Run, connection: duckdb.DuckDBPyConnection, metrics: list[str
     return _with_losses(found, run)
 
 
-def _ends(connection: duckdb.DuckDBPyConnection, numbers: list[int]) -> dict[int, str]:
+def _recorded(rows: Rows) -> dict[int, tuple[int, int, float | None]]:
+    """First and last step and last time of each attempt that recorded something."""
+    found = {}
+    for attempt in np.unique(rows.attempt).tolist():
+        chosen = rows.attempt == attempt
+        step = rows.step[chosen]
+        times = _times(rows)[chosen]
+        times = times[np.isfinite(times)]
+        last_s = float(times.max()) if len(times) else None
+        found[attempt] = (int(step.min()), int(step.max()), last_s)
+    return found
+
+
+def _times(rows: Rows) -> Array:
+    column = rows.columns.get(TIME)
+    return column.values if column else np.full(len(rows.step), np.nan)
+
+
+def _ends(events: Sequence[Event], numbers: list[int]) -> dict[int, str]:
     """Status in the event `end` of each attempt; the n-th start or resume begins the n-th attempt,
     counted from the newest, as a lost line is most likely an old one."""
-    rows = connection.execute(
-        "SELECT event, detail FROM events WHERE event IN ('start', 'resume', 'end') ORDER BY seq"
-    ).fetchall()
     statuses: list[str | None] = []
-    for event, detail in rows:
-        if event != "end":
+    for item in events:
+        if item.event in ("start", "resume"):
             statuses.append(None)
-        elif statuses:
-            statuses[-1] = str(json.loads(detail).get("status", "ended"))[:40]
+        elif item.event == "end" and statuses:
+            statuses[-1] = str(item.detail.get("status", "ended"))[:40]
     numbers = numbers or list(range(1, len(statuses) + 1))
     pairs = zip(reversed(numbers), reversed(statuses), strict=False)
     return {attempt: status for attempt, status in pairs if status is not None}
@@ -178,48 +188,32 @@ class Losses:
     seconds: tuple[float, ...]
 
 
-def losses(connection: duckdb.DuckDBPyConnection, attempts: list[History]) -> Losses:
+def losses(events: Sequence[Event], attempts: list[History]) -> Losses:
     """What faults cost the run. A recovery that goes on where an attempt began is that attempt's:
     its steps count once."""
-    found = connection.execute(
-        "SELECT step, detail FROM events WHERE event = 'recovery' ORDER BY seq"
-    ).fetchall()
-    details = [json.loads(detail) for _, detail in found]
+    found = [item for item in events if item.event == "recovery"]
     begun = {item.from_step for item in attempts[1:]}
-    inside = [detail for (step, _), detail in zip(found, details, strict=True) if step not in begun]
+    inside = [item for item in found if item.step not in begun]
     return Losses(
         restarts=sum(item.lost or 0 for item in attempts),
-        recoveries=sum(step_number(detail.get("steps_lost")) or 0 for detail in inside),
+        recoveries=sum(step_number(item.detail.get("steps_lost")) or 0 for item in inside),
         seconds=tuple(
             value
-            for detail in details
-            if (value := number(detail.get("seconds"))) is not None and math.isfinite(value)
+            for item in found
+            if (value := number(item.detail.get("seconds"))) is not None and math.isfinite(value)
         ),
     )
 
 
-def progress(
-    connection: duckdb.DuckDBPyConnection, metrics: list[str], buckets: int = PROGRESS_BUCKETS
-) -> list[Progress]:
-    """Step over time by attempt, of its lowest rank, at most `2 * buckets` points each."""
-    if "time_unix_s" not in metrics:
-        return []
-    found = connection.execute(
-        "WITH lowest AS (SELECT attempt, min(rank) AS rank FROM rows GROUP BY attempt), "
-        "known AS (SELECT attempt, time_unix_s AS t, step FROM rows SEMI JOIN lowest "
-        "USING (attempt, rank) WHERE isfinite(time_unix_s)), "
-        "placed AS (SELECT *, ntile(?) OVER (PARTITION BY attempt ORDER BY t) AS bucket "
-        "FROM known), "
-        "kept AS (SELECT attempt, unnest([{'t': min(t), 's': arg_min(step, t)}, "
-        "{'t': max(t), 's': arg_max(step, t)}], recursive := true) FROM placed "
-        "GROUP BY attempt, bucket) "
-        "SELECT DISTINCT attempt, t, s FROM kept ORDER BY attempt, t",
-        [buckets],
-    ).fetchnumpy()
-    attempts = np.asarray(found["attempt"], dtype=np.int64)
-    times = np.asarray(found["t"], dtype=np.float64)
-    steps = np.asarray(found["s"], dtype=np.float64)
-    return [
-        Progress(int(attempt), times[attempts == attempt], steps[attempts == attempt])
-        for attempt in np.unique(attempts)
-    ]
+def progress(rows: Rows, buckets: int = PROGRESS_BUCKETS) -> list[Progress]:
+    """Step over time by attempt, at most `2 * buckets` points each."""
+    times = _times(rows)
+    found = []
+    for attempt in np.unique(rows.attempt).tolist():
+        chosen = np.flatnonzero((rows.attempt == attempt) & np.isfinite(times))
+        chosen = chosen[np.argsort(times[chosen], kind="stable")]
+        pieces = [piece for piece in np.array_split(chosen, buckets) if len(piece)]
+        kept = [at for piece in pieces for at in dict.fromkeys((piece[0], piece[-1]))]
+        if kept:
+            found.append(Progress(attempt, times[kept], rows.step[kept].astype(np.float64)))
+    return found

@@ -1,25 +1,29 @@
 """Where a step's time goes, and which rank takes longest.
 
-Letters: P stages, B buckets of steps, R ranks. Stages run one after another, but those in `INNER`
-run inside forward and backward, so the two kinds are stacked apart. A bucket's value is the mean
-over its steps: means still add up, which minima and maxima would not. Steps that a later attempt
-did again are left out.
+Letters: N rows, P stages, B buckets of steps, R ranks, S steps. Stages run one after another, but
+those in `INNER` run inside forward and backward, so the two kinds are stacked apart. A bucket's
+value is the mean over its steps: means still add up, which minima and maxima would not. Steps that
+a later attempt did again are left out.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from nviz.store.run_data import ROWS, quoted
+from nviz.store.columns import Rows
 
 Array = NDArray[np.float64]
 
 PREFIX = "time_ms/"
+STEP_MS = "step_ms"
 ORDER = ("data", "forward", "backward", "optimizer")
 INNER = ("dispatch", "expert", "combine")
 WAIT = "rdep/wait_ms"
+EXCHANGE = (PREFIX + "dispatch", PREFIX + "combine")
+# What `own_ms` needs.
+OWN = (STEP_MS, WAIT, *EXCHANGE)
 REST = "rest of the step"
 MOST_STAGES = 12
 BUCKETS = 240
@@ -79,91 +83,82 @@ def stage_names(metrics: list[str]) -> tuple[list[str], list[str]]:
     return (known + others)[:MOST_STAGES], [name for name in INNER if name in found]
 
 
-def work_metrics(metrics: list[str]) -> str:
-    """SQL of a rank's own milliseconds in a step: of `step_ms` what is not waiting for others.
+def peers_of(metrics: Iterable[str]) -> list[int]:
+    """The peers that waiting was recorded for, ascending."""
+    ends = [name.removeprefix(f"{WAIT}/") for name in metrics if name.startswith(f"{WAIT}/")]
+    return sorted(int(end) for end in ends if end.isdecimal())
+
+
+def own_ms(rows: Rows) -> Array:
+    """A rank's own milliseconds in each row (N): of `step_ms` what is not waiting for others.
 
     Every rank of a synchronous step ends it together, so `step_ms` is much the same on all. Where
-    the exchange did not record its waiting, all of dispatch and combine counts as such.
+    the exchange did not record its waiting, all of dispatch and combine counts as such. NaN where
+    there is none.
     """
-    exchange = [PREFIX + "dispatch", PREFIX + "combine"]
-    waits = [name for name in ([WAIT] if WAIT in metrics else exchange) if name in metrics]
-    minus = "".join(f" - coalesce({quoted(name)}, 0)" for name in waits)
-    return f"({quoted('step_ms')}{minus})"
-
-
-def peer_waits(
-    connection: duckdb.DuckDBPyConnection, metrics: list[str], last: int = RECENT_STEPS
-) -> PeerWaits | None:
-    """How long each rank waits for each peer of its expert group, over the newest `last` steps;
-    None where that is not recorded.
-    """
-    peers = sorted(
-        int(name.removeprefix(f"{WAIT}/"))
-        for name in metrics
-        if name.startswith(f"{WAIT}/") and name.removeprefix(f"{WAIT}/").isdecimal()
-    )
-    if not peers:
-        return None
-    means = ", ".join(f"avg({_finite(f'{WAIT}/{peer}')})" for peer in peers)
-    found = connection.execute(
-        f"SELECT rank, {means} FROM ({ROWS}) "
-        "WHERE NOT superseded AND step > (SELECT max(step) - ? FROM rows) "
-        "GROUP BY rank ORDER BY rank",
-        [last],
-    ).fetchall()
-    ms_RR = np.array([row[1:] for row in found], dtype=np.float64).reshape(len(found), len(peers))
-    return PeerWaits([row[0] for row in found], peers, ms_RR)
+    if STEP_MS not in rows.columns:
+        return np.full(len(rows.step), np.nan)
+    own = rows.columns[STEP_MS].values.copy()
+    for name in [WAIT] if WAIT in rows.columns else EXCHANGE:
+        if name in rows.columns:
+            waited = rows.columns[name]
+            own -= np.where(waited.present, waited.values, 0.0)
+    return np.where(np.isfinite(own), own, np.nan)
 
 
 def stage_times(
-    connection: duckdb.DuckDBPyConnection,
-    rank: int,
-    stages: list[str],
-    rest: bool,
-    buckets: int = BUCKETS,
+    rows: Rows, stages: Sequence[str], rest: bool, buckets: int = BUCKETS
 ) -> StageTimes:
     """Mean time of `stages` of one rank over at most `buckets` buckets of equally many steps.
 
     With `rest`, what of `step_ms` no stage explains is one more stage.
     """
-    means = "".join(f", avg({_finite(PREFIX + name)})" for name in stages)
-    whole = f", avg({_finite('step_ms')})" if rest else ""
-    found = connection.execute(
-        f"WITH counted AS (SELECT * FROM ({ROWS}) WHERE rank = ? AND NOT superseded), "
-        "placed AS (SELECT *, ntile(?) OVER (ORDER BY step) AS bucket FROM counted) "
-        f"SELECT min(step){means}{whole} FROM placed GROUP BY bucket ORDER BY bucket",
-        [rank, buckets],
-    ).fetchall()
-    values = np.array([row[1:] for row in found], dtype=np.float64).reshape(len(found), -1).T
+    count = np.flatnonzero(~rows.superseded)
+    pieces = [piece for piece in np.array_split(count, buckets) if len(piece)]
+    starts = np.array([piece[0] for piece in pieces], dtype=np.int64)
+    wanted = [PREFIX + name for name in stages] + [STEP_MS] * rest
+    values = np.array([_means(rows, name, pieces) for name in wanted]).reshape(-1, len(pieces))
     names = list(stages)
     if rest:
         left = values[-1] - np.nansum(values[:-1], axis=0)
         values = np.vstack([values[:-1], np.maximum(left, 0.0)])
         names.append(REST)
-    return StageTimes(names, np.array([row[0] for row in found], dtype=np.int64), values)
+    return StageTimes(names, rows.step[starts], values)
+
+
+def _means(rows: Rows, name: str, pieces: list[NDArray[np.intp]]) -> list[float]:
+    """Mean of a metric's finite values in each piece, NaN where there is none."""
+    if name not in rows.columns:
+        return [np.nan] * len(pieces)
+    values = rows.columns[name].values
+    finite = [(chosen := values[piece])[np.isfinite(chosen)] for piece in pieces]
+    return [float(found.mean()) if len(found) else np.nan for found in finite]
 
 
 def rank_times(
-    connection: duckdb.DuckDBPyConnection, metrics: list[str], columns: int = COLUMNS
+    found: Iterable[tuple[int, Rows]], span: tuple[int, int], columns: int = COLUMNS
 ) -> RankTimes:
-    """Each rank's own step time over at most `columns` columns of equally many steps."""
-    found = connection.execute(
-        f"WITH counted AS (SELECT rank, step, {work_metrics(metrics)} AS ms FROM ({ROWS}) "
-        "WHERE NOT superseded), "
-        "span AS (SELECT min(step) AS first, max(step) AS last FROM counted), "
-        "placed AS (SELECT rank, step, ms, "
-        "least((step - first) * ? // greatest(last - first, 1), ? - 1) AS bucket "
-        "FROM counted, span WHERE isfinite(ms)) "
-        "SELECT rank, bucket, min(step) AS step, avg(ms) AS ms FROM placed GROUP BY rank, bucket",
-        [columns, columns],
-    ).fetchnumpy()
-    ranks, rows = np.unique(np.asarray(found["rank"], dtype=np.int64), return_inverse=True)
-    buckets, places = np.unique(np.asarray(found["bucket"], dtype=np.int64), return_inverse=True)
-    ms_RB = np.full((len(ranks), len(buckets)), np.nan)
-    ms_RB[rows, places] = np.asarray(found["ms"], dtype=np.float64)
-    steps = np.full(len(buckets), np.iinfo(np.int64).max)
-    np.minimum.at(steps, places, np.asarray(found["step"], dtype=np.int64))
-    return RankTimes(ranks.tolist(), steps, _over_median(ms_RB))
+    """Each rank's own step time over at most `columns` columns of equally many steps from the
+    first to the last of `span`. The ranks are gone through one by one, as they may be many.
+    """
+    first, last = span
+    ranks, rows_RB = [], []
+    steps = np.full(columns, np.iinfo(np.int64).max)
+    for rank, rows in found:
+        own = own_ms(rows)
+        known = np.isfinite(own) & ~rows.superseded
+        step, ms = rows.step[known], own[known]
+        if not len(step):
+            continue
+        bucket = np.clip((step - first) * columns // max(last - first, 1), 0, columns - 1)
+        counts = np.bincount(bucket, minlength=columns)
+        with np.errstate(invalid="ignore"):
+            rows_RB.append(np.bincount(bucket, weights=ms, minlength=columns) / counts)
+        np.minimum.at(steps, bucket, step)
+        ranks.append(rank)
+    ms_RB = np.array(rows_RB, dtype=np.float64).reshape(len(ranks), columns)
+    filled = np.isfinite(ms_RB).any(axis=0)
+    return RankTimes(ranks, steps[filled], _over_median(ms_RB[:, filled]))
 
 
 def _over_median(ms_RB: Array) -> Array:
@@ -172,30 +167,61 @@ def _over_median(ms_RB: Array) -> Array:
         return ms_RB
     with np.errstate(invalid="ignore", divide="ignore"):
         median = np.ma.median(np.ma.masked_invalid(ms_RB), axis=0)
-        return np.ma.filled(np.ma.masked_invalid(ms_RB) / median, np.nan)
+        return np.asarray(np.ma.filled(np.ma.masked_invalid(ms_RB) / median, np.nan))
 
 
-def rank_speeds(
-    connection: duckdb.DuckDBPyConnection, metrics: list[str], last: int = RECENT_STEPS
-) -> list[RankSpeed]:
+def rank_speeds(found: Mapping[int, Rows], last: int = RECENT_STEPS) -> list[RankSpeed]:
     """Ranks by their own time over the newest `last` steps, the slowest first."""
-    found = connection.execute(
-        f"WITH recent AS (SELECT rank, step, {work_metrics(metrics)} AS ms FROM ({ROWS}) "
-        "WHERE NOT superseded AND step > (SELECT max(step) - ? FROM rows)), "
-        "ordered AS (SELECT rank, ms, ms = max(ms) OVER (PARTITION BY step) AS slowest "
-        "FROM recent WHERE isfinite(ms)) "
-        "SELECT rank, avg(ms), avg(slowest::INT) FROM ordered GROUP BY rank ORDER BY 2 DESC, rank",
-        [last],
-    ).fetchall()
-    if not found:
+    recent = {
+        rank: _recent(rows, own_ms(rows), _newest(found), last) for rank, rows in found.items()
+    }
+    recent = {rank: ms_S for rank, ms_S in recent.items() if np.isfinite(ms_S).any()}
+    if not recent:
         return []
-    median = float(np.median([mean for _, mean, _ in found]))
-    return [
-        RankSpeed(rank, mean, mean / median if median > 0 else float("nan"), slowest)
-        for rank, mean, slowest in found
+    ms_RS = np.array(list(recent.values()))
+    slowest_RS = ms_RS == np.fmax.reduce(ms_RS, axis=0)
+    means = np.nanmean(ms_RS, axis=1)
+    median = float(np.median(means))
+    speeds = [
+        RankSpeed(
+            rank,
+            float(mean),
+            float(mean) / median if median > 0 else float("nan"),
+            float(slowest_S[np.isfinite(ms_S)].mean()),
+        )
+        for rank, mean, slowest_S, ms_S in zip(recent, means, slowest_RS, ms_RS, strict=True)
     ]
+    return sorted(speeds, key=lambda item: (-item.mean_ms, item.rank))
 
 
-def _finite(name: str) -> str:
-    """SQL of a metric, NULL where it is not finite, so that one NaN does not spoil a mean."""
-    return f"CASE WHEN isfinite({quoted(name)}) THEN {quoted(name)} END"
+def peer_waits(found: Mapping[int, Rows], last: int = RECENT_STEPS) -> PeerWaits | None:
+    """How long each rank waits for each peer of its expert group, over the newest `last` steps;
+    None where that is not recorded.
+    """
+    peers = peers_of({name for rows in found.values() for name in rows.columns})
+    if not peers:
+        return None
+    newest = _newest(found)
+    ms_RR = np.full((len(found), len(peers)), np.nan)
+    for at, rows in enumerate(found.values()):
+        for place, peer in enumerate(peers):
+            if column := rows.columns.get(f"{WAIT}/{peer}"):
+                ms_S = _recent(rows, column.values, newest, last)
+                ms_S = ms_S[np.isfinite(ms_S)]
+                ms_RR[at, place] = ms_S.mean() if len(ms_S) else np.nan
+    return PeerWaits(list(found), peers, ms_RR)
+
+
+def _newest(found: Mapping[int, Rows]) -> int:
+    """The newest step of any rank that counts."""
+    steps = [rows.step[~rows.superseded] for rows in found.values()]
+    return max((int(step.max()) for step in steps if len(step)), default=0)
+
+
+def _recent(rows: Rows, values: Array, newest: int, last: int) -> Array:
+    """Values of the `last` steps up to `newest` (S), NaN where there is none."""
+    found_S = np.full(last, np.nan)
+    at = rows.step - (newest - last + 1)
+    chosen = (at >= 0) & ~rows.superseded
+    found_S[at[chosen]] = values[chosen]
+    return found_S

@@ -4,7 +4,6 @@ from nviz.store.columns import ColumnReader, Rows
 from nviz.store.events import Event
 from nviz.store.experts import ExpertLoads
 from nviz.store.hydra import HydraFolder
-from nviz.store.run_data import RunData
 from nviz.store.runs import Run, RunIndex
 from nviz.store.summary import Summary
 from nviz.store.workspace import Workspace
@@ -16,7 +15,6 @@ __all__ = [
     "HydraFolder",
     "Rows",
     "Run",
-    "RunData",
     "RunIndex",
     "Summary",
     "Workspace",

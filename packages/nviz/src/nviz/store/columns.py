@@ -1,9 +1,10 @@
 """Single columns of a run's metrics, read without the others: for many runs at once.
 
 A sealed part gives up only the columns that are asked for, and what it gave is kept, as it no
-longer changes; a live file is read on from where the last reading ended. Rows follow the same rules
-as in `run_data`: the sealed one of two equal rows counts, and a later attempt supersedes the steps
-from its first one on. Letters: N rows, ordered by attempt and step.
+longer changes; a live file is read on from where the last reading ended. A row may arrive twice
+(live, then sealed): the sealed one counts. A later attempt supersedes the steps from its first one
+on: a run that reached step 161, then resumed at 110, shows the first attempt up to 109 and the
+second from 110 on. Letters: N rows, ordered by attempt and step.
 """
 
 import threading
@@ -58,6 +59,10 @@ class Rows:
     problems: tuple[str, ...] = ()
 
 
+# A file, and the columns that were read of it.
+Piece = tuple[MetricsFile, dict[str, Column]]
+
+
 @dataclass(slots=True)
 class _Live:
     """What a live file has given so far, a table a block."""
@@ -89,10 +94,14 @@ class ColumnReader:
         """Bytes of values held."""
         return self._sealed.size_bytes + self._live.size_bytes
 
-    def metrics(self, folder: Path) -> list[str]:
-        """Names of the metrics that the lowest rank's newest files hold, sorted."""
+    def ranks(self, folder: Path) -> list[int]:
+        """Ranks that recorded something, ascending."""
+        return sorted({file.rank for file in _files(folder) if file.signature[1]})
+
+    def metrics(self, folder: Path, rank: int | None = None) -> list[str]:
+        """Names of the metrics that the newest files of a rank hold, sorted."""
         names: set[str] = set()
-        newest = [file for file in _lowest_rank(folder) if file.signature[1]]
+        newest = [file for file in _of_rank(folder, rank) if file.signature[1]]
         for file in newest[-1:] + [file for file in newest if file.sealed][-1:]:
             try:
                 names |= set(self._columns_of(file))
@@ -101,22 +110,57 @@ class ColumnReader:
         return sorted(names - {STEP})
 
     def signatures(self, folder: Path) -> tuple[Signature, ...]:
-        """What the lowest rank's files look like; equal ones give equal rows."""
-        return tuple(file.signature for file in _lowest_rank(folder))
+        """What the lowest ranks' files look like; equal ones give equal rows."""
+        return tuple(file.signature for file in _of_rank(folder, None))
 
-    def rows(self, folder: Path, names: Sequence[str]) -> Rows:
-        """The columns `names` of the lowest rank of the run in `folder`; never raises."""
+    def rows(
+        self,
+        folder: Path,
+        names: Sequence[str],
+        rank: int | None = None,
+        newest: int | None = None,
+    ) -> Rows:
+        """The columns `names` of a rank of the run in `folder`; without `rank`, of the lowest rank
+        of each attempt. Never raises. With `newest`, parts are read from the last one back until
+        they hold so many of the last steps.
+        """
         problems: list[str] = []
-        live = [file for file in _lowest_rank(folder) if not file.sealed]
+        live = [file for file in _of_rank(folder, rank) if not file.sealed]
         pieces = self._pieces(live, names, problems)
         # Looked for after the live rows were read: a part appears before its rows leave that file.
-        sealed = [file for file in _lowest_rank(folder) if file.sealed]
-        pieces = self._pieces(sealed, names, problems) + pieces
+        sealed = [file for file in _of_rank(folder, rank) if file.sealed]
+        if newest is None:
+            pieces = self._pieces(sealed, names, problems) + pieces
+        else:
+            pieces = self._newest_pieces(sealed, names, problems, newest, pieces) + pieces
         return _joined(pieces, names, tuple(problems))
+
+    def _newest_pieces(
+        self,
+        sealed: Sequence[MetricsFile],
+        names: Sequence[str],
+        problems: list[str],
+        newest: int,
+        live: Sequence[Piece],
+    ) -> list[Piece]:
+        """The last of the parts, so many that with `live` they hold the last `newest` steps."""
+        attempt = max((file.attempt for file, _ in live), default=-1)
+        # What an earlier attempt left unsealed lies anywhere before.
+        near = [piece for piece in live if piece[0].attempt == attempt]
+        pieces: list[Piece] = []
+        for file in reversed(sealed):
+            if file.attempt > attempt:
+                attempt, near = file.attempt, []
+            if near and _last(near, attempt) - _first(near) + 1 >= newest:
+                break
+            found = self._pieces([file], names, problems)
+            near += found
+            pieces = found + pieces
+        return pieces
 
     def _pieces(
         self, files: Sequence[MetricsFile], names: Sequence[str], problems: list[str]
-    ) -> list[tuple[MetricsFile, dict[str, Column]]]:
+    ) -> list[Piece]:
         """What each file holds; adds a line to `problems` for one that cannot be read."""
         pieces = []
         for file in files:
@@ -126,9 +170,18 @@ class ColumnReader:
                 what = str(error).splitlines()[0][:160]
                 problems.append(f"{file.path.name}: unreadable ({what})")
                 continue
+            if not file.sealed:
+                problems += self._skipped(file)
             if STEP in found and len(found[STEP].values):
                 pieces.append((file, found))
         return pieces
+
+    def _skipped(self, file: MetricsFile) -> list[str]:
+        """A line if lines of a live file could not be read."""
+        live = self._live.get(file.path)
+        count = live.lines.skipped if live else 0
+        lines = "line" if count == 1 else "lines"
+        return [f"{file.path.name}: {count} unreadable {lines} skipped"] if count else []
 
     def _columns_of(self, file: MetricsFile) -> list[str]:
         if not file.sealed:
@@ -158,7 +211,9 @@ class ColumnReader:
                 for at_start, data in live.lines.new_blocks_from():
                     if at_start:
                         live.blocks = []
-                    live.blocks.append(metrics_table(data).table)
+                    parsed = metrics_table(data)
+                    live.lines.skipped += parsed.skipped
+                    live.blocks.append(parsed.table)
                 if live.lines.is_empty:
                     live.blocks = []
                 if len(live.blocks) > MOST_BLOCKS:
@@ -177,12 +232,28 @@ def read_part(path: Path, names: Sequence[str]) -> dict[str, Column]:
     return {name: _column(table[name]) for name in known}
 
 
-def _lowest_rank(folder: Path) -> list[MetricsFile]:
-    """Metrics files of the lowest rank by attempt and part."""
-    files = [file for file in list_metrics_files(folder) if not file.experts]
-    lowest = min((file.rank for file in files), default=0)
-    chosen = [file for file in files if file.rank == lowest]
+def _files(folder: Path) -> list[MetricsFile]:
+    """Metrics files of all ranks, without those of the experts."""
+    return [file for file in list_metrics_files(folder) if not file.experts]
+
+
+def _of_rank(folder: Path, rank: int | None) -> list[MetricsFile]:
+    """Metrics files of a rank, or of the lowest rank of each attempt, by attempt and part."""
+    files = _files(folder)
+    lowest: dict[int, int] = {}
+    for file in files:
+        lowest[file.attempt] = min(file.rank, lowest.get(file.attempt, file.rank))
+    chosen = [f for f in files if f.rank == (lowest[f.attempt] if rank is None else rank)]
     return sorted(chosen, key=lambda file: (file.attempt, file.path.name))
+
+
+def _first(pieces: Sequence[Piece]) -> int:
+    return int(min(found[STEP].values.min() for _, found in pieces))
+
+
+def _last(pieces: Sequence[Piece], attempt: int) -> int:
+    """The last step that an attempt recorded."""
+    return int(max(found[STEP].values.max() for file, found in pieces if file.attempt == attempt))
 
 
 def is_metric(kind: pa.DataType) -> bool:
@@ -243,7 +314,7 @@ def _concatenated(parts: Sequence[Column]) -> Column:
 
 
 def _joined(
-    pieces: list[tuple[MetricsFile, dict[str, Column]]],
+    pieces: list[Piece],
     names: Sequence[str],
     problems: tuple[str, ...],
 ) -> Rows:

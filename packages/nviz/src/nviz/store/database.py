@@ -24,10 +24,11 @@ from nviz.store.files import MetricsFile, list_metrics_files
 from nviz.store.lines import GrowingLines
 from nviz.store.parse import metrics_table
 from nviz.store.parts import Part, PartIndex, Schema, unreadable
-from nviz.store.run_data import MOST_METRICS, RESERVED, literal, quoted
 from nviz.store.runs import Run
 
 READ_TYPES = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+MOST_METRICS = 2000
+RESERVED = frozenset({"run", "run_id", "attempt", "rank", "seq", "sealed", "step", "superseded"})
 LIMIT_S = 30.0
 MEMORY = "2GB"
 FILE = "file of a part"
@@ -52,6 +53,16 @@ EVENT_SCHEMA = pa.schema(
     ]
 )
 KEYS = "run VARCHAR, attempt INTEGER, rank INTEGER, step BIGINT, superseded BOOLEAN"
+
+
+def quoted(name: str) -> str:
+    """`name` as a SQL identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """`text` as a SQL string."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import duckdb
 
-from nviz.store.run_data import literal, quoted
+from nviz.store.database import literal, quoted
 
 NAME = re.compile(r"gpu(-\d{1,9})?\.parquet")
 READINGS = (

@@ -3,8 +3,8 @@ at.
 
 Sessions are threads. The list of runs is walked at most once in `INDEX_S` seconds; summaries are
 made by one thread beside the sessions, so that a list of thousands does not wait for all of them.
-Tables of the `OPEN_RUNS` runs, and expert loads of those runs, that were looked at last stay in
-memory, these within `MOST_EXPERT_BYTES`.
+Events and expert loads of the `OPEN_RUNS` runs that were looked at last stay in memory, the loads
+within `MOST_EXPERT_BYTES`.
 """
 
 import threading
@@ -15,14 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
-import duckdb
-
 from nviz.store.columns import ColumnReader
 from nviz.store.events import Event, EventLog
 from nviz.store.experts import ExpertLoads
 from nviz.store.heat import Heat
 from nviz.store.hydra import HydraFolder, HydraIndex
-from nviz.store.run_data import RunData
 from nviz.store.runs import Run, RunIndex
 from nviz.store.sql_worker import SqlWorker
 from nviz.store.summary import Summaries, Summary
@@ -41,7 +38,6 @@ class Workspace:
         self._index = RunIndex(root)
         self._hydra = HydraIndex(root)
         self._lock = threading.RLock()
-        self._connection = duckdb.connect(":memory:")
         self._summaries = Summaries()
         self._summing = ThreadPoolExecutor(1, thread_name_prefix="nviz-summaries")
         self._summed: Future[None] | None = None
@@ -50,8 +46,6 @@ class Workspace:
         self._events: OrderedDict[tuple[str, int], EventLog] = OrderedDict()
         self._experts_lock = threading.Lock()
         self._experts: OrderedDict[tuple[str, int], ExpertLoads] = OrderedDict()
-        self._open: OrderedDict[tuple[str, int], RunData] = OrderedDict()
-        self._opened = 0
         self._runs: dict[str, Run] = {}
         self._walked = -INDEX_S
         self.sql = SqlWorker(root)
@@ -97,18 +91,6 @@ class Workspace:
         for run in runs:
             self._summaries.summary(run)
 
-    @contextmanager
-    def data(self, run: Run) -> Iterator[RunData]:
-        """The tables of `run`, just refreshed. Leave the block soon: other sessions wait for it."""
-        with self._lock:
-            key = (run.key, run.identity)
-            data = self._open.pop(key, None) or self._new_data(run)
-            self._open[key] = data
-            while len(self._open) > OPEN_RUNS:
-                self._open.popitem(last=False)[1].close()
-            data.refresh()
-            yield data
-
     def events(self, run: Run) -> list[Event]:
         """The newest events of `run`, in the order in which they were written."""
         with self._lock:
@@ -119,6 +101,12 @@ class Workspace:
                 self._events.popitem(last=False)
             log.refresh()
             return list(log.events)
+
+    def event_problems(self, run: Run) -> list[str]:
+        """What of the events could not be read, as of the last call of `events`."""
+        with self._lock:
+            log = self._events.get((run.key, run.identity))
+            return log.problems() if log else []
 
     @contextmanager
     def experts(self, run: Run) -> Iterator[ExpertLoads]:
@@ -135,7 +123,3 @@ class Workspace:
     def _too_many_experts(self) -> bool:
         held = sum(loads.size_bytes for loads in self._experts.values())
         return len(self._experts) > OPEN_RUNS or held > MOST_EXPERT_BYTES
-
-    def _new_data(self, run: Run) -> RunData:
-        self._opened += 1
-        return RunData(run.folder, self._connection, f"run_{self._opened}")
