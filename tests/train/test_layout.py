@@ -92,7 +92,24 @@ def test_experts_fold_over_data_and_tensor_parallelism_of_each_stage(ep: int) ->
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
-        ({"parallel.tp": 2}, "parallel.tp = 2, and tensor parallelism does not exist yet; set"),
+        (
+            {"parallel.tp": 4},
+            "tp = 4 does not divide the 2 heads of attention; the nearest that do",
+        ),
+        (
+            {
+                "parallel.tp": 4,
+                "model.heads": 8,
+                "model.attention.kind": "gqa",
+                "model.attention.kv_heads": 2,
+            },
+            "tp = 4 does not divide the 2 key-value heads of attention; the nearest that do are 2",
+        ),
+        (
+            {"parallel.tp": 2, "parallel.dp": 3, "parallel.ep": 4},
+            "ep = 4 does not divide parallel.dp * tp = 3 * 2, over whose ranks it folds; the "
+            "nearest ep that do are 3 and 6; or make parallel.dp a multiple of 2",
+        ),
         ({"parallel.pp": 4}, "parallel.pp = 4, and pipeline parallelism does not exist yet; set"),
         ({"parallel.ep": 5}, "divide the 12 experts of a layer; the nearest that do are 4 and 6"),
         ({"parallel.ep": 24}, "divide the 12 experts of a layer; the nearest that do are 12"),
@@ -122,6 +139,13 @@ def test_what_no_number_of_processes_makes_possible_is_refused_by_validate_and_a
         ({"parallel.dp": 4}, 2, "dp = 4 asks for 4 processes, and 2 started; start `torchrun --np"),
         ({"parallel.dp": 4}, 1, "or set parallel.dp to 1 or leave it out"),
         ({"parallel.dp": 1}, 2, "dp = 1 asks for 1 process, and 2 started"),
+        (
+            {"parallel.dp": 4, "parallel.tp": 2},
+            6,
+            "parallel.dp = 4 * tp = 2 asks for 8 processes, and 6 started; start `torchrun "
+            "--nproc-per-node 8 -m nmoe_train run ...`, or set parallel.dp to 3 or leave it out",
+        ),
+        ({"parallel.tp": 2}, 3, "tp = 2 does not divide the 3 processes that started; start a mul"),
         ({}, 5, "24 does not divide over 5 ranks; the nearest that do are 20 and 25"),
         ({}, 48, "24 does not divide over 48 ranks; the nearest that do are 48"),
         ({"parallel.ep": 2}, 3, "dp = 3, over whose ranks it folds; the nearest ep that do are 1"),

@@ -8,6 +8,7 @@ run's record.
 
 import contextlib
 import dataclasses
+import math
 import signal
 import time
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from nmoe_train.checkpoint import (
     newest_sound_checkpoint,
     owned_state,
     restore_state,
+    state_boxes,
     write_checkpoint,
 )
 from nmoe_train.config import Config
@@ -327,13 +329,15 @@ class _Training:
             "loader": {"step": self.step, "seed": self.config.run.seed},
             "randomness": {"seed": self.config.run.seed},
         }
+        boxes = state_boxes(self.model)
         write_checkpoint(
             self.folder.checkpoints,
             self.step,
-            owned_state(gather_state(self.model, self.optimizer), self.layout),
+            owned_state(gather_state(self.model, self.optimizer), self.layout, boxes),
             meta,
             keep=self.config.checkpoint.keep,
             groups=self.groups,
+            boxes=boxes,
         )
         self.saved_step = self.step
         milliseconds = (time.perf_counter() - started_s) * 1e3
@@ -383,14 +387,21 @@ class _Training:
             "layout": self.layout.sizes(),
             "device": self._device_name(),
             "backend": pick_backend(None, self.device.type, dtype),
-            "parameters": sum(
-                parameter.numel() * (self.layout.ep if STACKED_EXPERTS.search(name) else 1)
-                for name, parameter in self.model.named_parameters()
-            ),
+            "parameters": self._count_parameters(),
             "data": {"dir": str(self.config.data_dir), "tokens": self.data.train.tokens},
             "hosts": list(dict.fromkeys(hosts)),
             "transport": None if self.experts is None else self.experts.transport,
         }
+
+    def _count_parameters(self) -> int:
+        """Weights of the model, whatever is here of them."""
+        cuts, total = self.model.cuts(), 0
+        for name, parameter in self.model.named_parameters():
+            whole = list(parameter.shape)
+            if name in cuts:
+                whole[cuts[name].dim] = cuts[name].whole
+            total += math.prod(whole) * (self.layout.ep if STACKED_EXPERTS.search(name) else 1)
+        return total
 
     def _device_name(self) -> str:
         if self.device.type == "cuda":

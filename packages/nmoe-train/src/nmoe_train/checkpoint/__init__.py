@@ -6,7 +6,7 @@ from nmoe_train.checkpoint.folder import (
     newest_sound_checkpoint,
     write_checkpoint,
 )
-from nmoe_train.checkpoint.state import gather_state, owned_state, restore_state
+from nmoe_train.checkpoint.state import gather_state, owned_state, restore_state, state_boxes
 
 __all__ = [
     "Checkpoint",
@@ -15,5 +15,6 @@ __all__ = [
     "newest_sound_checkpoint",
     "owned_state",
     "restore_state",
+    "state_boxes",
     "write_checkpoint",
 ]

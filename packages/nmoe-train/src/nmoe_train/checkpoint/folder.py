@@ -2,14 +2,17 @@
 
 `step-00001000/` holds one safetensors file per writing rank, `meta.json` (what the state belongs
 to, every tensor's place, a sha256 per file) and, last, `COMPLETE`, which holds the sha256 of
-`meta.json`. A folder without it does not exist for readers, so a writer may die anywhere. Files are
-flushed to the disk before `COMPLETE` appears, and older folders are removed only after that. Rank 0
-makes the folder, and completes it once every rank's file is there; it alone removes anything. The
-newest checkpoint is found by looking, and verified before it is trusted.
+`meta.json`. A tensor that several ranks wrote stands in each one's file by its name, in part, and
+`meta.json` says which part, so that a reader takes what it needs of any of them. A folder without
+`COMPLETE` does not exist for readers, so a writer may die anywhere. Files are flushed to the disk
+before it appears, and older folders are removed only after that. Rank 0 makes the folder, and
+completes it once every rank's file is there; it alone removes anything. The newest checkpoint is
+found by looking, and verified before it is trusted.
 """
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,15 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from nmoe_data.files import atomic_write, sha256_file, sync_path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nmoe_train.checkpoint.box import Box, whole_box
 from nmoe_train.errors import TrainError
 from nmoe_train.parallel.groups import ALONE, Groups
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""Version 1 knew no tensors in parts, and is otherwise the same."""
 COMPLETE = "COMPLETE"
 CORRUPT = "E-CHECKPOINT-CORRUPT"
 FOLDER_NAME = re.compile(r"step-\d{8}")
@@ -39,9 +46,9 @@ class Checkpoint:
     step: int
     meta: dict[str, Any]
 
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> "SavedTensors":
         """All tensors by name; each is read, onto the CPU, when it is asked for."""
-        return _SavedTensors(self.path, {n: t["file"] for n, t in self.meta["tensors"].items()})
+        return SavedTensors(self.path, self.meta["tensors"])
 
 
 def write_checkpoint(
@@ -52,17 +59,21 @@ def write_checkpoint(
     *,
     keep: int,
     groups: Groups = ALONE,
+    boxes: Mapping[str, Box] | None = None,
 ) -> Path:
     """Writes the state after `step` steps and removes all but the newest `keep` complete folders.
 
-    `tensors` are those that this rank writes; no two ranks have one of the same name, and a rank
-    that has none writes no file. Raises OSError when the disk is full or forbidden, and TrainError
-    `E-PEER` where that befell another rank; what was complete before stays so.
+    `tensors` are those that this rank writes, and `boxes` says which part of a tensor that is, for
+    those that others write too; parts do not overlap. A rank that has none writes no file. Raises
+    OSError when the disk is full or forbidden, and TrainError `E-PEER` where that befell another
+    rank; what was complete before stays so.
     """
     folder = root / f"step-{step:08d}"
     groups.first_does(lambda: _make_empty(folder))
     try:
-        bodies = groups.all_do(lambda: _write_body(folder, groups.layout.rank, tensors))
+        bodies = groups.all_do(
+            lambda: _write_body(folder, groups.layout.rank, tensors, boxes or {})
+        )
         groups.first_does(lambda: _complete(folder, step, meta, bodies))
     except BaseException:
         # Half a checkpoint helps nobody, least of all on a full disk. One that is complete stays,
@@ -136,7 +147,7 @@ def _read_meta(folder: Path) -> Checkpoint:
             raise ValueError("it lists no files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _corrupt(folder / "meta.json", f"cannot be read ({error})") from None
-    if version != SCHEMA_VERSION:
+    if version not in READABLE_VERSIONS:
         raise TrainError(
             "E-CHECKPOINT-VERSION",
             f"{folder} has format {version}, and this nmoe-train reads {SCHEMA_VERSION}",
@@ -145,25 +156,52 @@ def _read_meta(folder: Path) -> Checkpoint:
     return Checkpoint(folder, step, meta)
 
 
-class _SavedTensors(Mapping[str, Tensor]):
+class SavedTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint, whose files are opened when they are first needed."""
 
-    def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
-        self._folder, self._files = folder, files
+    def __init__(self, folder: Path, places: Mapping[str, Mapping[str, Any]]) -> None:
+        self._folder, self._places = folder, places
         self._open: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self._folder / file, framework="pt")
-        tensor: Tensor = self._open[file].get_tensor(name)
-        return tensor
+        return self.part(name, whole_box(self.shape(name)))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole tensor."""
+        return tuple(self._places[name]["shape"])
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """What of a tensor is in a box; no more than that is read.
+
+        Raises TrainError `E-CHECKPOINT-CORRUPT` where the tensor's pieces leave a part of it out.
+        """
+        place = self._places[name]
+        if "file" in place:
+            tensor: Tensor = self._file(place["file"]).get_slice(name)[box.slices()]
+            return tensor
+        out = torch.empty(box.shape, dtype=getattr(torch, place["dtype"]))
+        missing = out.numel()
+        for piece in place["pieces"]:
+            there = Box(tuple(piece["start"]), tuple(piece["shape"]), box.whole)
+            shared = box.overlap(there)
+            if shared is not None:
+                source = self._file(piece["file"]).get_slice(name)
+                shared.within(box).of(out).copy_(source[shared.within(there).slices()])
+                missing -= math.prod(shared.shape)
+        if missing:
+            raise _corrupt(self._folder / "meta.json", f"does not list all pieces of {name}")
+        return out
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self._folder / name, framework="pt")
+        return self._open[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._places)
 
 
 def _make_empty(folder: Path) -> None:
@@ -173,7 +211,9 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _write_body(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+def _write_body(
+    folder: Path, rank: int, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]
+) -> dict[str, Any] | None:
     """Writes a rank's file; what meta.json says of it, or None if there is nothing to write."""
     if not tensors:
         return None
@@ -184,10 +224,30 @@ def _write_body(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[
         "sha256": sha256_file(file),
         "bytes": file.stat().st_size,
         "tensors": {
-            name: {"file": file.name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)[6:]}
-            for name, tensor in tensors.items()
+            name: _place(file.name, tensor, boxes.get(name)) for name, tensor in tensors.items()
         },
     }
+
+
+def _place(file: str, tensor: Tensor, box: Box | None) -> dict[str, Any]:
+    """What meta.json says of a tensor, or, with a box, of the part that is in a file."""
+    dtype = str(tensor.dtype)[6:]
+    if box is None:
+        return {"file": file, "shape": list(tensor.shape), "dtype": dtype}
+    piece = {"file": file, "start": list(box.start), "shape": list(box.shape)}
+    return {"shape": list(box.whole), "dtype": dtype, "pieces": [piece]}
+
+
+def _all_places(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Where every tensor is, with all of its pieces."""
+    places: dict[str, Any] = {}
+    for body in bodies:
+        for name, place in body["tensors"].items():
+            if name in places:
+                places[name]["pieces"] += place["pieces"]
+            else:
+                places[name] = place
+    return places
 
 
 def _complete(
@@ -202,7 +262,7 @@ def _complete(
         "step": step,
         **meta,
         "files": {b["file"]: {"sha256": b["sha256"], "bytes": b["bytes"]} for b in written},
-        "tensors": {name: place for body in written for name, place in body["tensors"].items()},
+        "tensors": _all_places(written),
     }
     encoded = json.dumps(content, indent=1).encode()
     atomic_write(folder / "meta.json", encoded)

@@ -2,18 +2,22 @@
 
 `model.<parameter>` is the fp32 master weight, `optimizer.<moment>.<parameter>` its moments. Stacked
 experts are taken apart, one tensor an expert (`model.layers.3.moe.experts.17.down`, by its number
-among all experts), so that a rank owns and reads whole tensors however experts are spread.
+among all experts), so that a rank reads what it needs however experts are spread. Of what is cut
+over ranks each has a box, whose place in the whole tensor is known.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from nmoe_train.checkpoint.box import Box, whole_box
+from nmoe_train.checkpoint.folder import SavedTensors
 from nmoe_train.errors import TrainError
 from nmoe_train.model import Transformer
 from nmoe_train.model.initialise import STACKED_EXPERTS
+from nmoe_train.model.tensor import Cut
 from nmoe_train.parallel import Layout
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,22 +29,43 @@ def gather_state(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[s
     return dict(_named_tensors(model, optimizer))
 
 
-def owned_state(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """What of a rank's state it writes, so that each tensor is written once.
-
-    Dense tensors are the first rank's, and an expert's those of the first rank that holds it.
-    """
+def state_boxes(model: Transformer) -> dict[str, Box]:
+    """Which part of a whole tensor is here, by the names of `gather_state`, of those cut."""
+    parameters = dict(model.named_parameters())
     return {
-        name: tensor
-        for name, tensor in state.items()
-        if (layout.writes_experts if EXPERT.search(name) else layout.rank == 0)
+        f"{prefix}.{name}": _box(parameters[name], cut)
+        for name, cut in model.cuts().items()
+        for prefix in ("model", *(f"optimizer.{moment}" for moment in MOMENTS))
     }
+
+
+def _box(tensor: Tensor, cut: Cut) -> Box:
+    start, whole = [0] * tensor.ndim, list(tensor.shape)
+    start[cut.dim], whole[cut.dim] = cut.start, cut.whole
+    return Box(tuple(start), tuple(tensor.shape), tuple(whole))
+
+
+def owned_state(
+    state: Mapping[str, Tensor], layout: Layout, boxes: Mapping[str, Box] | None = None
+) -> dict[str, Tensor]:
+    """What of a rank's state it writes, so that every number is written once.
+
+    Of the ranks that hold the same, in a pipeline stage, the first writes it.
+    """
+    cut = boxes or {}
+
+    def first(name: str) -> bool:
+        if EXPERT.search(name):
+            return layout.writes_experts
+        return layout.data_rank == 0 if name in cut else layout.stage_rank == 0
+
+    return {name: tensor for name, tensor in state.items() if first(name)}
 
 
 def restore_state(
     model: Transformer, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor], step: int
 ) -> None:
-    """Copies saved tensors into the training, in place; reads those that this rank holds.
+    """Copies saved tensors into the training, in place; reads what of them this rank holds.
 
     Raises TrainError `E-CHECKPOINT-STATE` when names or shapes are not those of this training.
     """
@@ -53,17 +78,23 @@ def restore_state(
             f"checkpoint and model differ in {len(odd)} tensors, {odd[0]} among them",
             "resume with the configuration that wrote the checkpoint",
         )
+    boxes = state_boxes(model)
     with torch.no_grad():
         for name, tensor in wanted.items():
-            value = saved[name]
-            if tensor.shape != value.shape:
+            box = boxes.get(name) or whole_box(tuple(tensor.shape))
+            shape = saved.shape(name) if isinstance(saved, SavedTensors) else saved[name].shape
+            if tuple(shape) != box.whole:
                 raise TrainError(
                     "E-CHECKPOINT-STATE",
-                    f"{name} is {tuple(value.shape)} in the checkpoint and "
-                    f"{tuple(tensor.shape)} in the model",
+                    f"{name} is {tuple(shape)} in the checkpoint and {box.whole} in the model",
                     "resume with the configuration that wrote the checkpoint",
                 )
-            tensor.copy_(value)
+            part = saved.part if isinstance(saved, SavedTensors) else _part_of(saved)
+            tensor.copy_(part(name, box))
+
+
+def _part_of(tensors: Mapping[str, Tensor]) -> Callable[[str, Box], Tensor]:
+    return lambda name, box: box.of(tensors[name])
 
 
 def _is_elsewhere(name: str, model: Transformer) -> bool:

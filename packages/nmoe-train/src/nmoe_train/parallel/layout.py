@@ -121,13 +121,11 @@ def check_layout(config: Config) -> None:
     Raises TrainError (`E-LAYOUT`), naming the nearest possible layout.
     """
     parallel, experts = config.parallel, config.model.moe.experts
-    for name, meaning in (("tp", "tensor"), ("pp", "pipeline")):
-        size = getattr(parallel, name)
-        if size != 1:
-            raise _problem(
-                f"parallel.{name} = {size}, and {meaning} parallelism does not exist yet",
-                f"set parallel.{name} to 1; parallel.dp and parallel.ep spread the work today",
-            )
+    if parallel.pp != 1:
+        raise _problem(
+            f"parallel.pp = {parallel.pp}, and pipeline parallelism does not exist yet",
+            "set parallel.pp to 1; parallel.dp, parallel.tp and parallel.ep spread the work today",
+        )
     _check_heads(config)
     if experts % parallel.ep:
         possible = _nearest(parallel.ep, _divisors(experts))
