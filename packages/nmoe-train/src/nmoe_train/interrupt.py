@@ -32,11 +32,11 @@ class Interrupt:
     @contextmanager
     def noted(self, tell: Callable[[str], None]) -> Iterator[None]:
         """Inside, the first signal is noted in `signal` and told; the code there looks at it."""
-        self._on_note = tell
+        before, self._on_note = self._on_note, tell
         try:
             yield
         finally:
-            self._on_note = None
+            self._on_note = before
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         first = self.signal is None

@@ -15,7 +15,7 @@ import re
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from nmoe_train.errors import TrainError
@@ -34,6 +34,10 @@ Result = TypeVar("Result")
 FAILED = "failed"
 USER_ERROR = 2
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.0005, 0.05
+
+
+def _nothing() -> None:
+    return None
 
 
 class Groups:
@@ -63,6 +67,8 @@ class Groups:
         self.stage, self.data, self.tensor = stage, data, tensor
         self.expert, self.replicas, self.pipeline = expert, replicas, pipeline
         self._store, self._meeting = store, meeting
+        self.guard: Callable[[], None] = _nothing
+        """Called before this rank acts for all; raises where it may no longer."""
         self._talks = 0
         self._failed_first = False
 
@@ -105,6 +111,7 @@ class Groups:
         An exception of rank 0 is raised there, and as TrainError `E-PEER` on the others.
         """
         if self._store is None:
+            self.guard()
             return action()
         self._talk(self._store, action if self.first else _nothing)
         result: Result = self._said(self._store, 0)
@@ -117,16 +124,38 @@ class Groups:
         TrainError `E-PEER` on the others.
         """
         if self._store is None:
+            self.guard()
             return [action()]
         self._talk(self._store, action)
         ranks = range(self.layout.ranks) if self.first else ()
         return [self._said(self._store, rank) for rank in ranks]
+
+    def said_by(self, rank: int) -> Any:
+        """The result of a rank in the last `all_do`, for any rank that asks before the next."""
+        assert self._store is not None
+        return self._said(self._store, rank)
+
+    def trade(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int
+    ) -> list[dist.Work]:
+        """Begins to send CPU tensors to ranks and to receive some from others; all to be awaited.
+
+        Of one tag, there is one message from one rank to another at a time.
+        """
+        works: list[dist.Work | None] = []
+        with self._peers("trading with the others"):
+            for rank, tensor in received.items():
+                works.append(dist.irecv(tensor, rank, group=self._meeting, tag=tag))
+            for rank, tensor in sent.items():
+                works.append(dist.isend(tensor, rank, group=self._meeting, tag=tag))
+        return [work for work in works if work is not None]
 
     def _talk(self, store: Store, action: Callable[[], Any]) -> None:
         """Acts, leaves the result in the store, and waits until all ranks have done so."""
         self._talks += 1
         problem: Exception | None = None
         try:
+            self.guard()
             words = action()
         except Exception as error:
             self.fail()
@@ -216,32 +245,58 @@ def open_groups(layout: Layout, device: torch.device, deadline_s: float) -> Iter
 
 def _join(layout: Layout, device: torch.device, deadline_s: float) -> Groups:
     timeout = datetime.timedelta(seconds=deadline_s)
+    try:
+        shared, *_ = next(rendezvous("env://", timeout=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise _not_found(layout, deadline_s, error) from error
+    # A restarted group must not read what the one before it left.
+    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"nmoe/{generation}", shared)
+    return join_groups(layout, device, deadline_s, store)
+
+
+def join_groups(
+    layout: Layout,
+    device: torch.device,
+    deadline_s: float,
+    store: Store,
+    connect_s: float | None = None,
+) -> Groups:
+    """The groups of ranks that find each other in a store where nobody has written before.
+
+    `connect_s`: how long to look for each other, where that is not `deadline_s`. Raises TrainError
+    `E-GROUP` when they do not. `dist.destroy_process_group` ends them.
+    """
+    timeout = datetime.timedelta(seconds=connect_s or deadline_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        shared, rank, ranks = next(rendezvous("env://", timeout=timeout))
-        # A restarted group must not read what the one before it left.
-        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"nmoe/{generation}", shared)
         dist.init_process_group(
             backend,
             store=PrefixStore("groups", store),
-            rank=rank,
-            world_size=ranks,
+            rank=layout.rank,
+            world_size=layout.ranks,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         groups = make_groups(layout, device)
-        meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+        meeting = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(meeting, dist.ProcessGroup)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise TrainError(
-            "E-GROUP",
-            f"the {layout.ranks} processes do not find each other ({reason})",
-            "check MASTER_ADDR and MASTER_PORT, and that every process started within "
-            f"parallel.rdep.deadline_s = {deadline_s:g}",
-        ) from error
+        raise _not_found(layout, connect_s or deadline_s, error) from error
+    for group in (dist.group.WORLD, *groups.values()):
+        _set_pg_timeout(datetime.timedelta(seconds=deadline_s), group)
+    _set_pg_timeout(datetime.timedelta(days=365), meeting)
     return Groups(layout, PrefixStore("talks", store), meeting, **groups)
+
+
+def _not_found(layout: Layout, deadline_s: float, error: Exception) -> TrainError:
+    reason = str(error).strip().splitlines()[0]
+    return TrainError(
+        "E-GROUP",
+        f"the {layout.ranks} processes do not find each other ({reason})",
+        "check MASTER_ADDR and MASTER_PORT, and that every process started within "
+        f"parallel.rdep.deadline_s = {deadline_s:g}",
+    )
 
 
 def make_groups(layout: Layout, device: torch.device) -> dict[str, dist.ProcessGroup]:
@@ -286,10 +341,6 @@ def _what_befell_a_peer(text: str) -> str:
     if re.search(r"timed? ?out", text, re.IGNORECASE):
         return "waited for another rank until its deadline (parallel.rdep.deadline_s)"
     return f"failed ({' '.join(text.split())})"
-
-
-def _nothing() -> None:
-    return None
 
 
 def _peer_error(what: str) -> TrainError:
