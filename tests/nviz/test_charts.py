@@ -138,5 +138,9 @@ def test_heat_maps_put_an_even_share_in_the_middle_of_the_colours() -> None:
     assert np.asarray(figure.data[0].z).tolist() == [[1.0, 0.0], [1.0, 2.0]]
     assert list(figure.data[0].x) == [0, 10] and list(figure.data[0].y) == [0, 1]
     assert (figure.data[0].zmin, figure.data[0].zmax) == (0.0, 2.0)
-    layers = layer_loads_figure(LayerLoads(10, [3, 9], np.array([[np.nan, 1.0], [1.0, 1.0]])))
-    assert list(layers.data[0].y) == ["3", "9"]
+    loads = np.array([[np.nan, 1.0], [1.0, 1.0]])
+    apart = layer_loads_figure(LayerLoads(10, [3, 9], loads))
+    assert (list(apart.data[0].y), apart.layout.yaxis.type) == (["3", "9"], "category")
+    # Numbers, which Plotly paints as one picture.
+    neighbours = layer_loads_figure(LayerLoads(10, [3, 4], loads))
+    assert (list(neighbours.data[0].y), neighbours.layout.yaxis.type) == ([3, 4], None)

@@ -46,6 +46,23 @@ def test_many_steps_are_averaged_into_columns(root: Path) -> None:
     np.testing.assert_allclose(found.load_ES, share(sums).T, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("steps", "columns"), [(90, 20), (1000, 200), (1001, 200), (7, 200)])
+def test_columns_lie_at_even_distances_and_none_is_left_out(
+    root: Path, steps: int, columns: int
+) -> None:
+    run = RunFolder(root, "a")
+    run.seal_experts(*[expert_record(step, layers=2, experts=4) for step in range(steps)])
+    blocks = opened(run)
+    for step_S in (
+        experts.load_map(blocks, 1, columns).step_S,
+        experts.imbalance_map(blocks, columns).step_S,
+    ):
+        assert len(step_S) <= columns
+        assert len(set(np.diff(step_S).tolist())) == 1
+    whole = experts.load_map(blocks, 1, columns=1).load_ES
+    assert whole.shape == (4, 1)
+
+
 def test_counts_of_ranks_are_added(root: Path) -> None:
     run = RunFolder(root, "a")
     first, second = expert_record(0), expert_record(1) | {"step": 0}

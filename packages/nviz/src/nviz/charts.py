@@ -78,6 +78,13 @@ def base_figure(height: int) -> go.Figure:
     return figure
 
 
+def fix_margins(figure: go.Figure, right: int = 12) -> None:
+    """Margins for axes with short labels and no legend: Plotly need not measure and draw again."""
+    figure.update_layout(margin={"l": 68, "r": right, "t": 8, "b": 44, "autoexpand": False})
+    figure.update_xaxes(automargin=False)
+    figure.update_yaxes(automargin=False)
+
+
 def panel_figure(table: Table, panel: Panel, view: View) -> Drawing | None:
     """The panel's curves, or None if the run recorded none of them."""
     shown = {label: name for label, name in panel.metrics.items() if _recorded(table, name)}
@@ -103,6 +110,8 @@ def panel_figure(table: Table, panel: Panel, view: View) -> Drawing | None:
         figure.update_yaxes(rangemode="nonnegative")
     if view.log and panel.log:
         _use_log_scale(figure)
+    if not figure.layout.showlegend:
+        fix_margins(figure)
     return Drawing(figure, bad)
 
 
@@ -314,6 +323,7 @@ def _finish_comparison(figure: go.Figure, title: str, view: View, many: bool) ->
     # Fifty names would leave no room for the curves: the pointer tells them.
     figure.update_layout(showlegend=not many, hovermode="closest" if many else "x unified")
     if many:
+        fix_margins(figure)
         figure.update_traces(hovertemplate="%{fullData.name}: %{y:.5g}<extra></extra>")
     figure.update_xaxes(title_text=title)
     if view.log:
@@ -334,31 +344,36 @@ def load_map_figure(found: LoadMap, height: int = 300) -> go.Figure:
 
 def layer_loads_figure(found: LayerLoads, height: int = 300) -> go.Figure:
     """Heat map of one step: layers upward, experts to the right; 1 is an even share."""
-    figure = _heat_map(
+    return _heat_map(
         found.load_LE,
         list(range(found.load_LE.shape[1])),
-        [str(layer) for layer in found.layers],
+        _rows(found.layers),
         ("expert", "layer"),
         "layer %{y}, expert %{x}: %{z:.2f}× even share<extra></extra>",
         height,
     )
-    figure.update_yaxes(type="category")
-    return figure
 
 
 def imbalance_map_figure(found: ImbalanceMap, height: int = 300) -> go.Figure:
     """Heat map of all layers: layers upward, steps to the right; 1 is even."""
-    figure = _heat_map(
+    return _heat_map(
         found.imbalance_LS,
         found.step_S.tolist(),
-        [str(layer) for layer in found.layers],
+        _rows(found.layers),
         ("step", "layer"),
         "layer %{y}, step %{x}: busiest %{z:.2f}× the mean<extra></extra>",
         height,
         lowest=1.0,
     )
-    figure.update_yaxes(type="category")
-    return figure
+
+
+def _rows(layers: list[int]) -> list[int] | list[str]:
+    """Layers as places on an axis: as names where numbers would leave gaps between them.
+
+    On even numbers Plotly paints a map as one picture, not cell by cell.
+    """
+    even = layers == list(range(layers[0], layers[0] + len(layers))) if layers else True
+    return layers if even else [str(layer) for layer in layers]
 
 
 def _heat_map(
@@ -394,6 +409,9 @@ def _heat_map(
     )
     figure.update_xaxes(title_text=titles[0], showgrid=False)
     figure.update_yaxes(title_text=titles[1], showgrid=False)
+    if y and isinstance(y[0], str):
+        figure.update_yaxes(type="category")
+    fix_margins(figure, right=84)
     return figure
 
 

@@ -180,6 +180,16 @@ def announce(line: str, interrupted: threading.Event) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def warm_up() -> None:
+    """Imports what the first page would wait for, while the server starts and waits itself."""
+    from streamlit.elements import plotly_chart  # noqa: F401  # its module is what is wanted
+
+    from nviz import shell  # noqa: F401
+    from nviz.charts import base_figure
+
+    base_figure(100).add_scatter(x=[0], y=[0]).to_json()
+
+
 def colours() -> dict[str, Any]:
     """Streamlit's options for the colours of the charts."""
     from nviz.charts import DARK_PALETTE, PALETTE
@@ -234,6 +244,7 @@ def serve(
         shown = address(host, port, "" if token else asked_for)
         line = f"nviz serves at {shown}"
         threading.Thread(target=announce, args=(line, interrupted), daemon=True).start()
+        threading.Thread(target=warm_up, daemon=True).start()
         bootstrap.run(str(Path(__file__).parent / "app" / "main.py"), False, [], options)
     if interrupted.is_set():
         raise KeyboardInterrupt

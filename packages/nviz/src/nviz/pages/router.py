@@ -116,18 +116,17 @@ def draw(run: Run) -> None:
     """Everything as of now."""
     layer, step = st.session_state.get("layer_choice"), st.session_state.get("at")
     found = read(run, layer, step)
-    names = [name for panel in ROUTER_PANELS for name in panel.metrics.values()]
-    rows = shell.workspace().columns.rows(run.folder, names)
-    table = curves.table_of(rows)
-    drawings = [
-        (panel, panel_figure(table, panel, View(dark=shell.is_dark()))) for panel in ROUTER_PANELS
-    ]
-    shown = [(panel, drawing) for panel, drawing in drawings if drawing]
-    if found.at is None and not shown:
-        nothing(run)
     if found.at is not None:
         idle_line(found.looked_at, found.idle)
         heat_maps(found, found.at, layer)
+    # After the maps are on their way: the browser draws them meanwhile.
+    names = [name for panel in ROUTER_PANELS for name in panel.metrics.values()]
+    rows = shell.workspace().columns.rows(run.folder, names)
+    table, view = curves.table_of(rows), View(dark=shell.is_dark())
+    drawings = [(panel, panel_figure(table, panel, view)) for panel in ROUTER_PANELS]
+    shown = [(panel, drawing) for panel, drawing in drawings if drawing]
+    if found.at is None and not shown:
+        nothing(run)
     for i in range(0, len(shown), 2):
         for column, (panel, drawing) in zip(
             st.columns(2, gap="medium"), shown[i : i + 2], strict=False

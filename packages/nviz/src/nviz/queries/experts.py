@@ -81,9 +81,16 @@ def load_map(blocks: Sequence[Block], layer: int, columns: int = 200) -> LoadMap
     step_S, counts_SE = layer_counts(blocks, layer)
     if len(step_S) == 0:
         return LoadMap(np.zeros(0, dtype=np.int64), np.zeros((0, 0)))
-    edges = np.unique(np.linspace(0, len(step_S), min(columns, len(step_S)) + 1).astype(np.int64))
-    sums_SE = np.add.reduceat(counts_SE, edges[:-1], axis=0)
-    return LoadMap(step_S[edges[:-1]], _relative(sums_SE).T)
+    starts = _starts(len(step_S), columns)
+    sums_SE = np.add.reduceat(counts_SE, starts, axis=0)
+    return LoadMap(step_S[starts], _relative(sums_SE).T)
+
+
+def _starts(count: int, columns: int) -> NDArray[np.int64]:
+    """Where each of at most `columns` stretches of `count` rows begins; all but the last are of one
+    length, so that steps at even distances make columns at even distances.
+    """
+    return np.arange(0, count, -(-count // columns), dtype=np.int64)
 
 
 def imbalance_map(blocks: Sequence[Block], columns: int = 200) -> ImbalanceMap:
@@ -103,12 +110,12 @@ def imbalance_map(blocks: Sequence[Block], columns: int = 200) -> ImbalanceMap:
             row_S[at_S[free]] = value_SL[free, column]
     if len(step_S) == 0:
         return ImbalanceMap(step_S, found, whole_LS)
-    edges = np.unique(np.linspace(0, len(step_S), min(columns, len(step_S)) + 1).astype(np.int64))
+    starts = _starts(len(step_S), columns)
     known_LS = np.isfinite(whole_LS)
-    sums_LS = np.add.reduceat(np.where(known_LS, whole_LS, 0.0), edges[:-1], axis=1)
-    counts_LS = np.add.reduceat(known_LS.astype(np.float64), edges[:-1], axis=1)
+    sums_LS = np.add.reduceat(np.where(known_LS, whole_LS, 0.0), starts, axis=1)
+    counts_LS = np.add.reduceat(known_LS.astype(np.float64), starts, axis=1)
     with np.errstate(invalid="ignore"):
-        return ImbalanceMap(step_S[edges[:-1]], found, sums_LS / counts_LS)
+        return ImbalanceMap(step_S[starts], found, sums_LS / counts_LS)
 
 
 def _imbalance(load_SLE: NDArray[np.float32]) -> NDArray[np.float32]:
