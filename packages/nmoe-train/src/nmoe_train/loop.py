@@ -28,6 +28,7 @@ from nmoe_train.checkpoint import (
     owned_state,
     restore_state,
     state_boxes,
+    state_places,
     write_checkpoint,
 )
 from nmoe_train.config import Config
@@ -42,6 +43,7 @@ from nmoe_train.model.initialise import STACKED_EXPERTS
 from nmoe_train.model.tensor import TensorParallel
 from nmoe_train.optim import build_optimizer
 from nmoe_train.parallel.experts import exchange_record
+from nmoe_train.parallel.fsdp import shard_weights
 from nmoe_train.parallel.groups import Groups, host_name
 from nmoe_train.step import step_record, train_step
 from nmoe_train.telemetry import (
@@ -153,6 +155,8 @@ class _Training:
         )
         initialise(self.model, config.model, config.run.seed)
         self.model.to(self.device)
+        if config.parallel.fsdp:
+            shard_weights(self.model, groups)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         seq_len, seed = config.train.seq_len, config.run.seed
         self.loader = Loader(data.train, seq_len=seq_len, seed=seed)
@@ -329,15 +333,16 @@ class _Training:
             "loader": {"step": self.step, "seed": self.config.run.seed},
             "randomness": {"seed": self.config.run.seed},
         }
-        boxes = state_boxes(self.model)
         write_checkpoint(
             self.folder.checkpoints,
             self.step,
-            owned_state(gather_state(self.model, self.optimizer), self.layout, boxes),
+            owned_state(
+                gather_state(self.model, self.optimizer), self.layout, state_places(self.model)
+            ),
             meta,
             keep=self.config.checkpoint.keep,
             groups=self.groups,
-            boxes=boxes,
+            boxes=state_boxes(self.model),
         )
         self.saved_step = self.step
         milliseconds = (time.perf_counter() - started_s) * 1e3

@@ -19,6 +19,7 @@ from nmoe_train.data import Step
 from nmoe_train.model import ModelOutput, Transformer
 from nmoe_train.model.moe_block import router_bias
 from nmoe_train.optim import GuardedAdamW, clip_gradients, rate_factor, set_rates
+from nmoe_train.parallel.fsdp import last_backward
 from nmoe_train.parallel.groups import ALONE, Groups
 from nmoe_train.parallel.reduction import StepSums, reduce_step
 from nmoe_train.telemetry.timers import StageTimer
@@ -51,11 +52,12 @@ def train_step(
     device = model.device
     sums: dict[str, Tensor] = {}
     loads: dict[int, Tensor] = {}
-    for micro in _micro_batches(share, config, device):
+    for micro, last in _micro_batches(share, config, device):
         with timer.stage("forward"):
             output = model.hidden(micro.inputs_BS, micro.documents_BS)
             losses = _losses(model, output, micro, config)
         with timer.stage("backward"):
+            last_backward(model, last)
             losses["loss/train"].backward()
         for name, value in losses.items():
             sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach()
@@ -101,13 +103,17 @@ def step_record(result: StepResult, model: Transformer) -> tuple[dict[str, Any],
     return record, experts
 
 
-def _micro_batches(share: Step, config: Config, device: torch.device) -> Iterator[Step]:
+def _micro_batches(
+    share: Step, config: Config, device: torch.device
+) -> Iterator[tuple[Step, bool]]:
+    """Micro-batches, and whether each is the last."""
     size = config.train.micro_batch_size or share.inputs_BS.shape[0]
     for start in range(0, share.inputs_BS.shape[0], size):
         rows = slice(start, start + size)
         whole = (share.inputs_BS, share.documents_BS, share.targets_BS)
         inputs, documents, targets = (t[rows].to(device, non_blocking=True) for t in whole)
-        yield Step(inputs, documents, targets, share.predictions)
+        micro = Step(inputs, documents, targets, share.predictions)
+        yield micro, start + size >= share.inputs_BS.shape[0]
 
 
 def _losses(

@@ -7,10 +7,12 @@ over ranks each has a box, whose place in the whole tensor is known.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nmoe_train.checkpoint.box import Box, whole_box
 from nmoe_train.checkpoint.folder import SavedTensors
@@ -19,6 +21,7 @@ from nmoe_train.model import Transformer
 from nmoe_train.model.initialise import STACKED_EXPERTS
 from nmoe_train.model.tensor import Cut
 from nmoe_train.parallel import Layout
+from nmoe_train.parallel.fsdp import local, local_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EXPERT = re.compile(r"\.experts\.(\d+)\.(gate_up|down)$")
@@ -29,37 +32,53 @@ def gather_state(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[s
     return dict(_named_tensors(model, optimizer))
 
 
-def state_boxes(model: Transformer) -> dict[str, Box]:
-    """Which part of a whole tensor is here, by the names of `gather_state`, of those cut."""
-    parameters = dict(model.named_parameters())
+@dataclass(frozen=True)
+class Place:
+    """Of a tensor that ranks have in parts: which part is here, and over whom it is cut."""
+
+    box: Box | None
+    """None for an expert that is here whole, though its replicas elsewhere have other ones."""
+    over_tensor: bool
+    """Whether the ranks of the tensor-parallel group have different parts."""
+    over_data: bool
+    """Whether the replicas have different parts."""
+
+
+def state_places(model: Transformer) -> dict[str, Place]:
+    """Places by the names of `gather_state`; a tensor without one is here as a whole."""
     return {
-        f"{prefix}.{name}": _box(parameters[name], cut)
-        for name, cut in model.cuts().items()
+        f"{prefix}.{name}": place
+        for parameter in model.named_parameters()
+        for name, _, place in _apart(*parameter, model)
+        if place is not None
         for prefix in ("model", *(f"optimizer.{moment}" for moment in MOMENTS))
     }
 
 
-def _box(tensor: Tensor, cut: Cut) -> Box:
-    start, whole = [0] * tensor.ndim, list(tensor.shape)
-    start[cut.dim], whole[cut.dim] = cut.start, cut.whole
-    return Box(tuple(start), tuple(tensor.shape), tuple(whole))
+def state_boxes(model: Transformer) -> dict[str, Box]:
+    """Which part of a whole tensor is here, by the names of `gather_state`, of those cut."""
+    places = state_places(model)
+    return {name: place.box for name, place in places.items() if place.box is not None}
 
 
 def owned_state(
-    state: Mapping[str, Tensor], layout: Layout, boxes: Mapping[str, Box] | None = None
+    state: Mapping[str, Tensor], layout: Layout, places: Mapping[str, Place] | None = None
 ) -> dict[str, Tensor]:
     """What of a rank's state it writes, so that every number is written once.
 
     Of the ranks that hold the same, in a pipeline stage, the first writes it.
     """
-    cut = boxes or {}
+    whole = Place(None, over_tensor=False, over_data=False)
 
     def first(name: str) -> bool:
+        place = (places or {}).get(name, whole)
         if EXPERT.search(name):
-            return layout.writes_experts
-        return layout.data_rank == 0 if name in cut else layout.stage_rank == 0
+            return place.over_data or layout.writes_experts
+        return (place.over_tensor or layout.tp_rank == 0) and (
+            place.over_data or layout.data_rank == 0
+        )
 
-    return {name: tensor for name, tensor in state.items() if first(name)}
+    return {name: tensor for name, tensor in state.items() if tensor.numel() and first(name)}
 
 
 def restore_state(
@@ -69,19 +88,22 @@ def restore_state(
 
     Raises TrainError `E-CHECKPOINT-STATE` when names or shapes are not those of this training.
     """
-    _materialise_moments(model, optimizer, step)
+    materialise_moments(model, optimizer, step)
     wanted = gather_state(model, optimizer)
-    odd = sorted(wanted.keys() ^ {name for name in saved if not _is_elsewhere(name, model)})
+    here = {name for name in saved if not _is_elsewhere(name, model, wanted)}
+    odd = sorted(wanted.keys() ^ here)
     if odd:
         raise TrainError(
             "E-CHECKPOINT-STATE",
             f"checkpoint and model differ in {len(odd)} tensors, {odd[0]} among them",
             "resume with the configuration that wrote the checkpoint",
         )
-    boxes = state_boxes(model)
+    places = state_places(model)
     with torch.no_grad():
         for name, tensor in wanted.items():
-            box = boxes.get(name) or whole_box(tuple(tensor.shape))
+            place = places.get(name)
+            box = place.box if place is not None else None
+            box = box or whole_box(tuple(tensor.shape))
             shape = saved.shape(name) if isinstance(saved, SavedTensors) else saved[name].shape
             if tuple(shape) != box.whole:
                 raise TrainError(
@@ -97,40 +119,63 @@ def _part_of(tensors: Mapping[str, Tensor]) -> Callable[[str, Box], Tensor]:
     return lambda name, box: box.of(tensors[name])
 
 
-def _is_elsewhere(name: str, model: Transformer) -> bool:
+def _is_elsewhere(name: str, model: Transformer, here: Container[str]) -> bool:
     """Whether a tensor is that of an expert of this model that another rank holds."""
     found = EXPERT.search(name)
-    if found is None:
-        return False
-    expert = int(found[1])
-    return expert < model.config.moe.experts and expert not in model.local_experts
+    return found is not None and name not in here and int(found[1]) < model.config.moe.experts
 
 
 def _named_tensors(
     model: Transformer, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
-    experts = model.local_experts
     for name, buffer in model.named_buffers():
         yield f"model.{name}", buffer
     for name, parameter in model.named_parameters():
-        yield from _apart(f"model.{name}", parameter.detach(), experts)
         moments = optimizer.state.get(parameter, {})
-        for moment in MOMENTS:
-            if moment in moments:
-                yield from _apart(f"optimizer.{moment}.{name}", moments[moment], experts)
+        tensors = {"model": parameter.detach()}
+        tensors |= {f"optimizer.{m}": moments[m] for m in MOMENTS if m in moments}
+        for part, index, _ in _apart(name, parameter, model):
+            for prefix, tensor in tensors.items():
+                here = local(tensor)
+                yield f"{prefix}.{part}", here if index is None else here[index]
 
 
-def _apart(name: str, tensor: Tensor, experts: range) -> Iterator[tuple[str, Tensor]]:
-    """A tensor under its name, or a stack of experts one by one under their numbers."""
+def _apart(
+    name: str, parameter: Tensor, model: Transformer
+) -> Iterator[tuple[str, int | None, Place | None]]:
+    """Names under which a parameter is saved, each with its index in a stack of experts here."""
+    box = _box_of(parameter, model.cuts().get(name))
+    place = None
+    if box is not None:
+        place = Place(box, name in model.cuts(), isinstance(parameter, DTensor))
     if not STACKED_EXPERTS.search(name):
-        yield name, tensor
+        yield name, None, place
         return
     stack, _, matrix = name.rpartition(".")
-    for expert, weight in zip(experts, tensor, strict=True):
-        yield f"{stack}.{expert}.{matrix}", weight
+    experts = model.local_experts
+    if box is not None:
+        experts = experts[box.slices()[0]]
+        rows = Box(box.start[1:], box.shape[1:], box.whole[1:])
+        place = Place(None if rows.shape == rows.whole else rows, False, True)
+    for index, expert in enumerate(experts):
+        yield f"{stack}.{expert}.{matrix}", index, place
 
 
-def _materialise_moments(model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
+def _box_of(parameter: Tensor, cut: Cut | None) -> Box | None:
+    """What of a parameter is here: of its tensor-parallel cut, the shard over replicas."""
+    if cut is None and not isinstance(parameter, DTensor):
+        return None
+    start, whole = [0] * parameter.ndim, list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        dim, first, _ = local_range(parameter)
+        start[dim] = first
+    if cut is not None:
+        start[cut.dim] += cut.start
+        whole[cut.dim] = cut.whole
+    return Box(tuple(start), tuple(local(parameter).shape), tuple(whole))
+
+
+def materialise_moments(model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Gives every parameter the optimizer state that it has after `step` steps, to be filled."""
     for parameter in model.parameters():
         moments: dict[str, Tensor] = {

@@ -324,6 +324,9 @@ class ParallelConfig(Section):
     """Pipeline stages."""
     ep: PositiveInt = 1
     """Expert-parallel ranks; folds over dp x tp."""
+    fsdp: bool = False
+    """Whether weights, gradients and moments are cut over the ranks that would hold them alike, and
+    gathered layer by layer (FSDP2): less memory for more messages."""
     rdep: RdepConfig = RdepConfig()
     """Transport of expert parallelism."""
 

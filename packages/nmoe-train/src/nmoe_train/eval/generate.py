@@ -4,6 +4,7 @@ import torch
 from nmoe_data.tokenizer import Tokenizer
 
 from nmoe_train.model import Transformer
+from nmoe_train.parallel.fsdp import free_gathered
 from nmoe_train.parallel.groups import ALONE, Groups
 from nmoe_train.randomness import generator
 
@@ -40,4 +41,5 @@ def generate(
         if chosen == tokenizer.end_of_document_id:
             break
         ids.append(chosen)
+    free_gathered(model)
     return tokenizer.decode(ids[start:])

@@ -6,6 +6,7 @@ from nmoe_data.loader import Loader
 from nmoe_train.data import to_step
 from nmoe_train.errors import TrainError
 from nmoe_train.model import Transformer
+from nmoe_train.parallel.fsdp import free_gathered
 from nmoe_train.parallel.groups import ALONE, Groups
 
 
@@ -39,6 +40,7 @@ def validation_loss(
         if counts:
             total += loss
             predictions += step.predictions if layout.speaks_for_share else 0
+    free_gathered(model)
     groups.sum_(total)
     (predictions,) = groups.counts(predictions)
     if predictions == 0:

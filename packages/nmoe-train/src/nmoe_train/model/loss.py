@@ -33,7 +33,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight = weight_vH.to(hidden_TH.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden_TH.device)
         grad_hidden = torch.empty_like(hidden_TH) if needs_gradient else None
-        grad_weight = torch.zeros_like(weight_vH) if needs_gradient else None
+        grad_weight = torch.zeros_like(weight_vH, dtype=torch.float32) if needs_gradient else None
         for start in range(0, hidden_TH.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = (hidden_TH[rows] @ weight.T).float()
@@ -48,6 +48,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_logits = (grad_logits * valid[:, None]).to(hidden_TH.dtype)
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
                 grad_weight += grad_logits.T @ hidden_TH[rows]
+        ctx.weight_dtype = weight_vH.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         # All ranks know the same sum; one of them counts it.
         return loss if tensor.rank == 0 else torch.zeros_like(loss)
@@ -57,7 +58,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         # In fp32, so that both gradients carry the same factor, unrounded.
         scaled = (grad_hidden.float() * grad_loss).to(grad_hidden.dtype)
-        return scaled, grad_weight * grad_loss, None, None, None, None, None
+        return scaled, (grad_weight * grad_loss).to(ctx.weight_dtype), None, None, None, None, None
 
 
 def _log_probabilities(

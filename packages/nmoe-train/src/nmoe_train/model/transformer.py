@@ -171,6 +171,11 @@ class Transformer(nn.Module):
 
         The result holds the states after them; after the last layer, normed for the output.
         """
+        output: ModelOutput = self(inputs, documents_BS, numbers)
+        return output
+
+    def forward(self, inputs: Tensor, documents_BS: Tensor, numbers: Sequence[int]) -> ModelOutput:
+        """What `part` does, where hooks of a sharded model see it."""
         table = rotary_table(
             documents_BS.shape[1],
             KINDS[self.config.attention.kind].rotary_dim(self.config),

@@ -8,9 +8,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nmoe_train.config import OptimizerConfig
 from nmoe_train.model.initialise import STACKED_EXPERTS
+from nmoe_train.parallel.fsdp import local
 
 
 class GuardedAdamW(torch.optim.AdamW):
@@ -29,11 +31,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> GuardedAdamW:
         "router": config.lr_router or config.lr,
         "expert": config.lr_expert or config.lr,
     }
-    members: dict[tuple[str, bool], list[Tensor]] = {}
+    members: dict[tuple[str, bool, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         group = _group_of(name)
         decays = group != "router" and parameter.ndim > 1 and "embedding" not in name
-        members.setdefault((group, decays), []).append(parameter)
+        # One kernel updates either weights that are whole here or those that are cut over ranks.
+        members.setdefault((group, decays, isinstance(parameter, DTensor)), []).append(parameter)
     groups = [
         {
             "params": parameters,
@@ -42,7 +45,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> GuardedAdamW:
             "lr": rates[group],
             "weight_decay": config.weight_decay if decays else 0.0,
         }
-        for (group, decays), parameters in members.items()
+        for (group, decays, _), parameters in members.items()
     ]
     return GuardedAdamW(groups, betas=config.betas, eps=config.eps, fused=True)
 
@@ -64,7 +67,7 @@ def clip_gradients(
     scalar on the parameters' device, and no host read is made. A norm that is not finite leaves the
     gradients as they are.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if norm is None:
         norm = torch.nn.utils.get_total_norm(gradients)
     if limit > 0:

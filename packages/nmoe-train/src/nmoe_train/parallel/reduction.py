@@ -5,7 +5,8 @@ by nothing. A dense weight that tensor-parallel ranks share out has its gradient
 tokens, and is summed over the data-parallel ranks that hold the same part; one that all hold alike
 saw this rank's tokens only, and is summed over all ranks of the stage. An expert's gradient is
 already the sum over the tokens of its expert-parallel group, whose ranks sent them to it, and what
-is left to add are the other groups' replicas of the same expert.
+is left to add are the other groups' replicas of the same expert. Where weights are sharded over
+ranks (`parallel.fsdp`), the backward pass has added over those, and each has a part of the sum.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from nmoe_train.model import Transformer
 from nmoe_train.model.initialise import STACKED_EXPERTS
+from nmoe_train.parallel.fsdp import local
 from nmoe_train.parallel.groups import Groups
 
 BUCKET_NUMBERS = 1 << 24
@@ -37,18 +40,11 @@ def reduce_step(model: Transformer, sums: StepSums, groups: Groups) -> tuple[Ste
 
     The norm (fp32 scalar) and the sums (scalars fp64, loads int64) are the same on every rank.
     """
-    layout = groups.layout
-    whole, cut, experts = _gradients(model)
-    # Each rank's part of the square of the norm: what several hold is counted once.
-    square = torch.zeros((), dtype=torch.float64, device=whole[0].device)
-    for gradients, group, holders in (
-        (whole, groups.stage, layout.stage_ranks),
-        (cut, groups.data, layout.dp),
-        (experts, groups.replicas, layout.expert_replicas),
-    ):
+    square = torch.zeros((), dtype=torch.float64, device=model.device)
+    for group, gradients in _gradients(model, groups).items():
         _reduce(gradients, group, groups)
-        if gradients:
-            square += _square(gradients) / holders
+        # Each rank's part of the square of the norm: what several hold is counted once.
+        square += _square(gradients) / (1 if group is None else group.size())
     total, square = _add_sums(sums, square, groups)
     return total, square.sqrt().float()
 
@@ -64,17 +60,21 @@ def _add_sums(sums: StepSums, square: Tensor, groups: Groups) -> tuple[StepSums,
     return StepSums(dict(zip(sums.scalars, values, strict=True)), loads), square
 
 
-def _gradients(model: Transformer) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Gradients of dense weights held whole, of those held in part, and of experts, in order."""
-    whole: list[Tensor] = []
-    cut: list[Tensor] = []
-    experts: list[Tensor] = []
+def _gradients(model: Transformer, groups: Groups) -> dict[ProcessGroup | None, list[Tensor]]:
+    """This rank's gradients by the group whose ranks have the same weights and are to add them."""
+    found: dict[ProcessGroup | None, list[Tensor]] = {}
     cuts = model.cuts()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} took no part in the step"
-        kind = experts if STACKED_EXPERTS.search(name) else cut if name in cuts else whole
-        kind.append(parameter.grad)
-    return whole, cut, experts
+        sharded = isinstance(parameter, DTensor)
+        if STACKED_EXPERTS.search(name):
+            group = None if sharded else groups.replicas
+        elif name in cuts:
+            group = None if sharded else groups.data
+        else:
+            group = groups.tensor if sharded else groups.stage
+        found.setdefault(group, []).append(local(parameter.grad))
+    return found
 
 
 def _reduce(gradients: Sequence[Tensor], group: ProcessGroup | None, groups: Groups) -> None:

@@ -1,0 +1,103 @@
+"""Fully sharded data parallelism (FSDP2): weights, gradients and moments in parts over replicas.
+
+What data-parallel ranks would hold alike is cut over them: dense matrices over the ranks of a
+share's part, experts over the ranks that hold the same ones. A layer's weights are gathered just
+before they are used, in the format of the activations, while the layer before still computes;
+gradients are summed, not averaged, in fp32. Norms and routers are small and stay whole, in fp32.
+"""
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from nmoe_train.model import Transformer
+from nmoe_train.parallel.groups import Groups
+
+
+def shard_weights(model: Transformer, groups: Groups) -> None:
+    """Cuts the weights of an initialised model over the ranks that would hold them alike.
+
+    Call it before the optimizer is built, which then has moments of what is here only.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if model.dtype == torch.float32 else model.dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    small = {p for name, p in model.named_parameters() if "norm" in name or ".router." in name}
+    stacks = {p for block in model.moe_blocks().values() for p in block.experts.parameters()}
+    device = model.device.type
+    if groups.replicas is not None:
+        mesh = DeviceMesh.from_group(groups.replicas, device)
+        for block in model.moe_blocks().values():
+            fully_shard(
+                block.experts,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=True,
+                shard_placement_fn=lambda weight: _placement(weight, mesh.size()),
+                ignored_params=small,
+            )
+    if groups.data is not None:
+        mesh = DeviceMesh.from_group(groups.data, device)
+        kept = small | (stacks if groups.replicas is None else set())
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=kept)
+        # The root keeps its weights from the embedding to the loss, which uses them from outside.
+        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=kept)
+    _sum_gradients(model)
+    _prefetch(model)
+
+
+def last_backward(model: nn.Module, last: bool) -> None:
+    """Says whether gradients are complete with the next backward: only then ranks add them."""
+    for module in _sharded(model):
+        module.set_requires_gradient_sync(last, recurse=False)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Gives up what was gathered for a forward pass that no backward follows."""
+    for module in _sharded(model):
+        module.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a weight, a gradient or a moment is on this rank; it shares its memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def local_range(tensor: DTensor) -> tuple[int, int, int]:
+    """The dimension along which a tensor is cut, and where this rank's part starts and ends."""
+    (shard,) = tensor.placements
+    assert isinstance(shard, Shard)
+    length, ranks = tensor.shape[shard.dim], tensor.device_mesh.size()
+    start = min(tensor.device_mesh.get_local_rank() * -(-length // ranks), length)
+    return shard.dim, start, start + local(tensor).shape[shard.dim]
+
+
+def _placement(weight: Tensor, ranks: int) -> Shard:
+    """Whole experts where they divide, else rows of each, else as many experts as there are."""
+    return Shard(1 if weight.shape[0] % ranks and weight.shape[1] % ranks == 0 else 0)
+
+
+def _sharded(model: nn.Module) -> Iterable[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Losses are parts of a mean over the global batch, so that gradients add up."""
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _prefetch(model: Transformer) -> None:
+    """While a layer computes forward, the next one's weights come; backward this is FSDP's own."""
+    layers = [layer for layer in model.layers if isinstance(layer, FSDPModule)]
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
