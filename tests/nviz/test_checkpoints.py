@@ -174,6 +174,19 @@ def test_many_tensors_are_cut_and_said(root: Path, open_page: Open) -> None:
     assert figures(app)[0]["data"][0]["x"] == [7000 * 12 / 2**10]
 
 
+def test_a_tensor_in_pieces_is_one_of_several_files(root: Path) -> None:
+    run = RunFolder(root, "a")
+    pieces = [{"file": name_of(rank), "start": [4 * rank, 0], "shape": [4, 3]} for rank in range(2)]
+    cut = {"shape": [8, 3], "dtype": "float32", "pieces": pieces}
+    write_checkpoint(run, 10, tensors={"model.up": cut, "model.odd": {**cut, "pieces": [3]}})
+    (item,) = list_checkpoints(run.path)
+    found = {tensor.name: (tensor.file, tensor.shape) for tensor in item.tensors}
+    assert found == {
+        "model.up": ("rank-00000.safetensors and 1 more", (8, 3)),
+        "model.odd": ("?", (8, 3)),
+    }
+
+
 @pytest.mark.parametrize(
     ("status", "words"), [("running", "No checkpoint yet"), ("failed", "has no checkpoint")]
 )

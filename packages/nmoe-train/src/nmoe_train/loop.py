@@ -154,9 +154,9 @@ class _Training:
             tensor=TensorParallel(groups.tensor),
         )
         initialise(self.model, config.model, config.run.seed)
-        self.model.to(self.device)
         if config.parallel.fsdp:
-            shard_weights(self.model, groups)
+            shard_weights(self.model, groups, self.device)
+        self.model.to(self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         seq_len, seed = config.train.seq_len, config.run.seed
         self.loader = Loader(data.train, seq_len=seq_len, seed=seed)

@@ -53,10 +53,10 @@ def train_step(
     sums: dict[str, Tensor] = {}
     loads: dict[int, Tensor] = {}
     for micro, last in _micro_batches(share, config, device):
-        with timer.stage("forward"):
+        with timer.stage("forward"), groups.among_peers("in the forward pass"):
             output = model.hidden(micro.inputs_BS, micro.documents_BS)
             losses = _losses(model, output, micro, config)
-        with timer.stage("backward"):
+        with timer.stage("backward"), groups.among_peers("in the backward pass"):
             last_backward(model, last)
             losses["loss/train"].backward()
         for name, value in losses.items():

@@ -215,10 +215,15 @@ class Transformer(nn.Module):
         return self.all_logits(self.hidden(tokens_BS, documents_BS).hidden_BSH, tokens_BS.shape[1])
 
     def all_logits(self, hidden_BsH: Tensor, positions: int) -> Tensor:
-        """All logits, fp32 [B, S, V], of states that `hidden` gave for so many positions."""
+        """All logits, fp32 [B, S, V], of states that `hidden` gave for so many positions.
+
+        Without gradient where ranks share the vocabulary.
+        """
         hidden_BSH = self.tensor.gather(hidden_BsH, positions)
         logits = F.linear(hidden_BSH, self.output_weight.to(hidden_BSH.dtype))
-        return self.tensor.collect(logits, 2, self.vocab_size).float()
+        if not self.tensor.alone:
+            logits = self.tensor.collect(logits.detach(), 2, self.vocab_size)
+        return logits.float()
 
     def _first_row(self) -> int:
         """Which token the first row of the output projection here is for."""

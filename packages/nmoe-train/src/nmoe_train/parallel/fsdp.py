@@ -19,10 +19,11 @@ from nmoe_train.model import Transformer
 from nmoe_train.parallel.groups import Groups
 
 
-def shard_weights(model: Transformer, groups: Groups) -> None:
+def shard_weights(model: Transformer, groups: Groups, device: torch.device) -> None:
     """Cuts the weights of an initialised model over the ranks that would hold them alike.
 
-    Call it before the optimizer is built, which then has moments of what is here only.
+    They go to the device layer by layer, each cut before the next comes; what is not cut stays where
+    it was. Call it before the optimizer is built, which then has moments of what is here only.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if model.dtype == torch.float32 else model.dtype,
@@ -31,9 +32,8 @@ def shard_weights(model: Transformer, groups: Groups) -> None:
     )
     small = {p for name, p in model.named_parameters() if "norm" in name or ".router." in name}
     stacks = {p for block in model.moe_blocks().values() for p in block.experts.parameters()}
-    device = model.device.type
     if groups.replicas is not None:
-        mesh = DeviceMesh.from_group(groups.replicas, device)
+        mesh = DeviceMesh.from_group(groups.replicas, device.type)
         for block in model.moe_blocks().values():
             fully_shard(
                 block.experts,
@@ -44,7 +44,7 @@ def shard_weights(model: Transformer, groups: Groups) -> None:
                 ignored_params=small,
             )
     if groups.data is not None:
-        mesh = DeviceMesh.from_group(groups.data, device)
+        mesh = DeviceMesh.from_group(groups.data, device.type)
         kept = small | (stacks if groups.replicas is None else set())
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=kept)

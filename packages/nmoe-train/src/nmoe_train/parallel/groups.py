@@ -33,6 +33,9 @@ Result = TypeVar("Result")
 
 FAILED = "failed"
 USER_ERROR = 2
+LOST_PEER = re.compile(
+    r"(?P<left>connection|broken pipe|end of file|remote process exited)|timed? ?out", re.IGNORECASE
+)
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.0005, 0.05
 
 
@@ -205,6 +208,17 @@ class Groups:
         return self._failed_first
 
     @contextmanager
+    def among_peers(self, doing: str) -> Iterator[None]:
+        """Inside, others may talk to peers by torch.distributed: a lost one is `E-PEER`."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.alone or not LOST_PEER.search(str(error)):
+                raise
+            with self._peers(doing):
+                raise
+
+    @contextmanager
     def _peers(self, doing: str) -> Iterator[None]:
         """Turns what torch.distributed raises when a peer is gone or late into one line."""
         try:
@@ -336,9 +350,10 @@ def _decode(content: bytes) -> Any:
 
 def _what_befell_a_peer(text: str) -> str:
     """What an error of torch.distributed means; its words where they are none of the known ones."""
-    if re.search(r"connection|broken pipe|end of file", text, re.IGNORECASE):
+    found = LOST_PEER.search(text)
+    if found and found["left"]:
         return "found that another rank has left"
-    if re.search(r"timed? ?out", text, re.IGNORECASE):
+    if found:
         return "waited for another rank until its deadline (parallel.rdep.deadline_s)"
     return f"failed ({' '.join(text.split())})"
 

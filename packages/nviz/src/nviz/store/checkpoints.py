@@ -211,4 +211,8 @@ def _file(name: str, item: dict[str, Any]) -> tuple[str, int | None, str | None]
 def _tensor(name: str, item: dict[str, Any]) -> Tensor:
     shape = item.get("shape")
     sizes = [step_number(size) or 0 for size in shape] if isinstance(shape, list) else []
-    return Tensor(name, str(item.get("file", "?")), tuple(sizes), str(item.get("dtype", "?")))
+    pieces = item.get("pieces")
+    places = [item] if not isinstance(pieces, list) else pieces
+    files = [str(place.get("file", "?")) for place in places if isinstance(place, dict)]
+    more = f" and {len(files) - 1} more" if files[1:] else ""
+    return Tensor(name, (files or ["?"])[0] + more, tuple(sizes), str(item.get("dtype", "?")))
