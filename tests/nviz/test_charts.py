@@ -11,13 +11,12 @@ from nviz.charts import (
     Panel,
     View,
     add_baseline,
-    layer_loads_figure,
-    load_map_figure,
     panel_figure,
 )
 from nviz.queries import curves
 from nviz.queries.curves import Table
-from nviz.queries.experts import LayerLoads, LoadMap
+from nviz.queries.experts import LayerBias, LayerLoads, LoadMap
+from nviz.router_figures import bias_map_figure, layer_loads_figure, load_map_figure
 from nviz.store.columns import ColumnReader
 from run_folder import RunFolder, record
 
@@ -144,3 +143,10 @@ def test_heat_maps_put_an_even_share_in_the_middle_of_the_colours() -> None:
     # Numbers, which Plotly paints as one picture.
     neighbours = layer_loads_figure(LayerLoads(10, [3, 4], loads))
     assert (list(neighbours.data[0].y), neighbours.layout.yaxis.type) == ([3, 4], None)
+
+
+def test_the_bias_has_zero_in_the_middle_of_the_colours() -> None:
+    found = LayerBias(10, [1, 2], np.array([[-0.5, 0.1], [0.2, np.nan]]))
+    (drawn,) = bias_map_figure(found, dark=False).data
+    assert (drawn.zmin, drawn.zmax) == (-0.5, 0.5)
+    assert [place for place, _ in drawn.colorscale] == [0.0, 0.5, 1.0]

@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import pytest
 from headless import EVIL, Open, markup, open_page, rerun, texts, titles
 from nviz.queries import experiments
 from run_folder import RunFolder, record, trained
@@ -109,3 +110,18 @@ def test_names_and_settings_stay_text(root: Path, open_page: Open) -> None:
     app = open_page("experiments")
     assert "What differs" in titles(app)
     assert not any(mark in markup(app) for mark in ("<", "](", "**", ":red["))
+
+
+@pytest.mark.parametrize("page", ["experiments", "compare"])
+def test_the_first_choice_stands_in_the_address(root: Path, open_page: Open, page: str) -> None:
+    for number in range(3):
+        run = RunFolder(
+            root, f"run-{number}", name="the same", group="sweep", started_unix_s=1e9 + number
+        )
+        run.append({"step": 0, "loss/train": 1.0})
+    app = open_page(page)
+    first = ["run-2", "run-1", "run-0"]
+    assert app.query_params["runs"] == first and app.multiselect[0].value == first
+    RunFolder(root, "newer", started_unix_s=2e9)
+    assert open_page(page, runs=app.query_params["runs"]).multiselect[0].value == first
+    assert rerun(app).multiselect[0].value == first

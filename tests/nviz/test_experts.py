@@ -225,3 +225,34 @@ def test_a_run_without_experts_has_empty_answers(root: Path) -> None:
     assert experts.loads_at(blocks) is None
     assert experts.idle_experts(blocks) == (0, [])
     assert len(experts.load_map(blocks, 0).step_S) == 0
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_the_bias_is_that_of_the_step_and_of_the_latest_attempt(root: Path, sealed: bool) -> None:
+    run = RunFolder(root, "a")
+    write = run.seal_experts if sealed else run.append_experts
+
+    def made(step: int, scale: float) -> dict[str, Any]:
+        bias = [[scale * (step + 1), 0.0, -0.25], [0.5, 0.0]]
+        return {"step": step, "layers": [4, 2], "load": [[1, 2, 3], [4, 5]], "bias": bias}
+
+    write(*[made(step, 1.0) for step in range(20)])
+    write(*[made(step, 7.0) for step in range(12, 15)], attempt=2)
+    loads = ExpertLoads(run.path)
+    loads.refresh()
+    for step, scale in ((0, 1.0), (11, 1.0), (14, 7.0)):
+        found = experts.bias_at(loads, step)
+        assert found is not None and found.layers == [2, 4]
+        expected = [[0.5, 0.0, np.nan], [scale * (step + 1), 0.0, -0.25]]
+        np.testing.assert_array_equal(found.bias_LE, expected)
+    assert experts.bias_at(loads, 15) is None, "left behind by the second attempt"
+
+
+def test_a_run_without_a_bias_has_no_map_of_it(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.append_experts(
+        expert_record(0), expert_record(1) | {"bias": None}, {"step": 2, "load": [[1]]}
+    )
+    loads = ExpertLoads(run.path)
+    loads.refresh()
+    assert [experts.bias_at(loads, step) for step in range(3)] == [None] * 3

@@ -80,3 +80,19 @@ def test_what_cannot_be_read_or_written_is_one_clear_line(root: Path, tmp_path: 
     (run.path / "run.json").write_text("{")
     with pytest.raises(VizError, match="E-RUN-MISSING"):
         write_html(run.path, tmp_path / "x.html")
+
+
+def test_a_run_that_vanishes_meanwhile_is_one_clear_line(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(root, "a")
+    monkeypatch.setattr("nviz.export.Workspace.runs", lambda _: {})
+    with pytest.raises(VizError, match=r"^E-RUN-MISSING: .* any more"):
+        write_html(run.path, tmp_path / "run.html")
+
+
+def test_a_folder_with_nothing_but_run_json_is_a_file(root: Path, tmp_path: Path) -> None:
+    run = RunFolder(root, "a")
+    (run.path / "metrics").rmdir()
+    write_html(run.path, tmp_path / "run.html")
+    assert "recorded no step" in (tmp_path / "run.html").read_text()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from nviz.errors import VizError
+from nviz.store import runs
+from nviz.store.files import list_metrics_files
 from nviz.store.runs import Run, RunIndex, parse_run
 from run_folder import RunFolder, record
 
@@ -42,6 +44,23 @@ def test_a_link_out_of_the_root_is_not_followed(root: Path, tmp_path: Path) -> N
     (root / "link").symlink_to(tmp_path / "elsewhere" / "secret")
     (root / "up").symlink_to(tmp_path / "elsewhere")
     assert RunIndex(root).refresh() == {}
+
+
+def test_a_linked_run_json_is_not_read(root: Path, tmp_path: Path) -> None:
+    secret = RunFolder(tmp_path, "secret", name="secret name").path / "run.json"
+    (root / "a").mkdir()
+    (root / "a" / "run.json").symlink_to(secret)
+    (run,) = RunIndex(root).refresh().values()
+    assert (run.key, run.name, run.status) == ("a", "a", "unreadable")
+    assert run.problem is not None and "link" in run.problem
+
+
+def test_a_linked_metrics_folder_is_not_read(root: Path, tmp_path: Path) -> None:
+    run, other = RunFolder(root, "a"), RunFolder(tmp_path, "other")
+    other.append({"step": 0})
+    (run.path / "metrics").rmdir()
+    (run.path / "metrics").symlink_to(other.path / "metrics")
+    assert list_metrics_files(run.path) == []
 
 
 def test_newest_run_comes_first(root: Path) -> None:
@@ -114,8 +133,10 @@ def test_a_changed_run_json_is_read_again_and_an_unchanged_one_is_not(
     run, index = RunFolder(root, "a"), RunIndex(root)
     RunFolder(root, "b")
     reads: list[Path] = []
-    whole = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: (reads.append(path), whole(path))[1])
+    whole = runs.read_own
+    monkeypatch.setattr(
+        runs, "read_own", lambda path, most: (reads.append(path), whole(path, most))[1]
+    )
     assert index.refresh()["a"].step == 0
     assert len(reads) == 2
     run.save(step=7)

@@ -18,15 +18,13 @@ from nviz import __version__, formats
 from nviz.charts import (
     View,
     add_baseline,
-    imbalance_map_figure,
-    layer_loads_figure,
-    load_map_figure,
     panel_figure,
 )
 from nviz.errors import VizError
 from nviz.panels import LOSS, ROUTER_PANELS, RUN_PANELS
 from nviz.queries import curves, experts
 from nviz.queries.configuration import flatten
+from nviz.router_figures import imbalance_map_figure, layer_loads_figure, load_map_figure
 from nviz.store import Event, Run, Workspace
 
 MOST_EVENTS = 500
@@ -73,7 +71,10 @@ def _open(folder: Path) -> tuple[Run, Workspace]:
     if not (folder / "run.json").is_file():
         raise VizError("E-RUN-MISSING", f"{folder} holds no run.json", "give the folder of one run")
     space = Workspace(folder)
-    run = next(iter(space.runs().values()))
+    run = next(iter(space.runs().values()), None)
+    if run is None:
+        # It was there a moment ago.
+        raise VizError("E-RUN-MISSING", f"{folder} holds no run.json any more", "try again")
     if run.status == "unreadable":
         raise VizError("E-RUN-MISSING", f"{folder}: {run.problem}", "mend run.json")
     return run, space

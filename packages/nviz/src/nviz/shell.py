@@ -251,6 +251,12 @@ def current(run: Run) -> Run:
     return found
 
 
+def keep_choice(name: str, keys: Sequence[str]) -> None:
+    """Puts what is chosen at first into the address, as runs that come later change it."""
+    if name not in st.query_params and name not in st.session_state:
+        st.session_state[name] = st.query_params[name] = list(keys)
+
+
 def status_line(run: Run, facts: list[str]) -> None:
     """The run's status as a badge, and short facts behind it."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
@@ -296,6 +302,8 @@ def csv_button(name: str, table: Callable[[], pa.Table], label: str = "CSV") -> 
         file_name=f"{name}.csv",
         mime="text/csv",
         key=f"csv {name}",
+        help="The values behind it. For a picture (PNG), point at the chart: the camera at its "
+        "upper right saves one.",
         on_click="ignore",
         type="tertiary",
         icon=":material/download:",

@@ -36,11 +36,11 @@ def choose_runs(runs: Mapping[str, Run]) -> list[Run]:
         icon=":material/search:",
     )
     matching = [key for key, run in runs.items() if words and run.matches(words)]
+    if not words:
+        shell.keep_choice("runs", first_choice(runs))
     keys = st.multiselect(
         "Runs",
         list(runs),
-        default=None if words else first_choice(runs),
-        format_func=lambda key: runs[key].name if key in runs else key,
         key="runs",
         bind="query-params",
         max_selections=MOST_RUNS,

@@ -25,10 +25,10 @@ def first_choice(runs: dict[str, Run]) -> list[str]:
 
 def choose(runs: dict[str, Run]) -> list[Run]:
     """The runs to compare, kept in the address."""
+    shell.keep_choice("runs", first_choice(runs))
     keys = st.multiselect(
         "Runs",
         list(runs),
-        default=first_choice(runs),
         key="runs",
         bind="query-params",
         max_selections=MOST_RUNS,

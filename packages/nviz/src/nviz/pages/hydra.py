@@ -9,13 +9,8 @@ import duckdb
 import streamlit as st
 
 from nviz import formats, shell
-from nviz.charts import (
-    View,
-    acceptance_figure,
-    agreement_figure,
-    quality_figure,
-    score_figure,
-)
+from nviz.charts import View
+from nviz.hydra_figures import acceptance_figure, agreement_figure, quality_figure, score_figure
 from nviz.queries import hydra
 from nviz.queries.hydra import Acceptance, Agreement, Example, Triple
 from nviz.store import HydraFolder

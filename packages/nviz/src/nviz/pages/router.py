@@ -6,16 +6,16 @@ import numpy as np
 import streamlit as st
 
 from nviz import formats, shell
-from nviz.charts import (
-    View,
+from nviz.charts import View, panel_figure
+from nviz.panels import ROUTER_PANELS
+from nviz.queries import curves, experts
+from nviz.queries.experts import Idle, ImbalanceMap, LayerBias, LayerLoads, LoadMap
+from nviz.router_figures import (
+    bias_map_figure,
     imbalance_map_figure,
     layer_loads_figure,
     load_map_figure,
-    panel_figure,
 )
-from nviz.panels import ROUTER_PANELS
-from nviz.queries import curves, experts
-from nviz.queries.experts import Idle, ImbalanceMap, LayerLoads, LoadMap
 from nviz.store import Run
 
 NAMED = 6
@@ -68,6 +68,7 @@ class Found:
     over_steps: LoadMap
     at: LayerLoads | None
     imbalance: ImbalanceMap
+    bias: LayerBias | None
     looked_at: int
     idle: list[Idle]
     problems: list[str]
@@ -77,17 +78,20 @@ def read(run: Run, layer: int | None, step: int | None) -> Found:
     """The heat maps' values and the idle experts."""
     with shell.workspace().experts(run) as loads:
         blocks, problems = loads.blocks(), loads.problems()
+        at = experts.loads_at(blocks, step)
+        bias = experts.bias_at(loads, at.step) if at else None
     return Found(
         experts.load_map(blocks, -1 if layer is None else layer),
-        experts.loads_at(blocks, step),
+        at,
         experts.imbalance_map(blocks),
+        bias,
         *experts.idle_experts(blocks),
         problems,
     )
 
 
 def heat_maps(found: Found, loads: LayerLoads, layer: int | None) -> None:
-    """Experts over steps for one layer, layers over experts at a step, layers over steps."""
+    """Experts over steps for one layer; layers over experts at a step; layers over steps."""
     left, right = st.columns(2, gap="medium")
     if len(found.over_steps.step_S):
         with left:
@@ -103,6 +107,16 @@ def heat_maps(found: Found, loads: LayerLoads, layer: int | None) -> None:
         alt = f"Load of every expert of every layer at step {loads.step}"
         shell.chart(layer_loads_figure(loads), "layer loads", alt)
         shell.csv_button("layer-loads", lambda: experts.layer_loads_table(loads))
+    bias = found.bias
+    if bias is not None:
+        shell.section(
+            f"Balancing bias, step {bias.step:,}",
+            "Added to each expert's score before the choice: below 0 it turns tokens away, above 0 "
+            "it calls them. Look for rows at both ends of the colours: there it fights the router.",
+        )
+        alt = f"Balancing bias of every expert of every layer at step {bias.step}"
+        shell.chart(bias_map_figure(bias, shell.is_dark()), "bias map", alt)
+        shell.csv_button("bias", lambda: experts.bias_table(bias))
     if len(found.imbalance.layers) > 1:
         shell.section(
             "Imbalance by layer over steps",

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from nviz.store.experts import Block
+from nviz.store.experts import Block, ExpertLoads
 
 Array = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -39,6 +39,15 @@ class LayerLoads:
     step: int
     layers: list[int]
     load_LE: Array
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBias:
+    """Balancing bias of every expert of every layer at one step; narrower layers end in NaN."""
+
+    step: int
+    layers: list[int]
+    bias_LE: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +210,16 @@ def loads_at(blocks: Sequence[Block], step: int | None = None) -> LayerLoads | N
     return LayerLoads(wanted, sorted(rows), load_LE)
 
 
+def bias_at(loads: ExpertLoads, step: int) -> LayerBias | None:
+    """The bias recorded at `step`; None where there is none, or all of it is 0."""
+    found = loads.bias_at(step)
+    if found is None or not np.nan_to_num(found[1]).any():
+        return None
+    layers, bias_LE = found
+    order = np.argsort(layers)
+    return LayerBias(step, [layers[at] for at in order], bias_LE[order].astype(np.float64))
+
+
 def idle_experts(blocks: Sequence[Block], last: int = DEAD_STEPS) -> tuple[int, list[Idle]]:
     """How many of the `last` recorded steps there were, and the layers with idle experts."""
     recent = steps(blocks)[-last:]
@@ -224,6 +243,12 @@ def load_map_table(found: LoadMap) -> pa.Table:
     """A row a step column, a column an expert, for a download."""
     loads = {f"expert {at}": load_S for at, load_S in enumerate(found.load_ES)}
     return pa.table({"step": found.step_S} | loads)
+
+
+def bias_table(found: LayerBias) -> pa.Table:
+    """A row a layer, a column an expert, for a download."""
+    biases = {f"expert {at}": bias_L for at, bias_L in enumerate(found.bias_LE.T)}
+    return pa.table({"layer": found.layers} | biases)
 
 
 def layer_loads_table(found: LayerLoads) -> pa.Table:

@@ -9,6 +9,7 @@ once more than `most_cells` numbers are held, only steps divisible by a doubled 
 newest.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from nviz.store.files import MetricsFile, list_metrics_files
 from nviz.store.lines import GrowingLines
-from nviz.store.parse import experts_table
+from nviz.store.parse import experts_table, parse_line
 from nviz.store.runs import Signature
 
 Steps = NDArray[np.int64]
@@ -31,6 +32,7 @@ Loads = NDArray[np.float32]
 
 MOST_CELLS = 36_000_000
 STRETCH = 256
+BIAS_COLUMNS = ("step", "layers", "bias")
 READERS = 2
 
 
@@ -70,6 +72,7 @@ class ExpertLoads:
         self._files: dict[Path, _File] = {}
         self._stride = 1
         self._counted: list[Block] | None = None
+        self._bias_read: tuple[object, tuple[tuple[int, ...], Loads] | None] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -113,6 +116,33 @@ class ExpertLoads:
             found = [block for file in self._files.values() for block in file.blocks]
             self._counted = list(_without_superseded(_without_doubles(found)))
         return self._counted
+
+    def bias_at(self, step: int) -> tuple[tuple[int, ...], Loads] | None:
+        """Layers and the balancing bias (L, E) recorded at `step`, or None if there is none.
+
+        All ranks have the same. It is read for that step alone: all of it is as large as the loads.
+        """
+        counted = next((b for b in self.blocks() if (b.step_S == step).any()), None)
+        if counted is None:
+            return None
+        key = (counted.attempt, counted.rank, counted.sealed)
+        for path, file in self._files.items():
+            if any(
+                (b.attempt, b.rank, b.sealed) == key and (b.step_S == step).any()
+                for b in file.blocks
+            ):
+                return self._bias(path, file, step)
+        return None
+
+    def _bias(self, path: Path, file: _File, step: int) -> tuple[tuple[int, ...], Loads] | None:
+        wanted = (path, file.signature, step)
+        if self._bias_read is None or self._bias_read[0] != wanted:
+            try:
+                row = _bias_row(path, step)
+            except (OSError, pa.ArrowException, ValueError, KeyError):
+                row = None
+            self._bias_read = (wanted, row)
+        return self._bias_read[1]
 
     def _present(self) -> list[MetricsFile]:
         return [file for file in list_metrics_files(self.folder) if file.experts]
@@ -180,6 +210,29 @@ def _part(file: MetricsFile) -> tuple[list[Block], int]:
             found += blocks
             skipped += unusable
     return list(_merged(found)), skipped
+
+
+def _bias_row(path: Path, step: int) -> tuple[tuple[int, ...], Loads] | None:
+    """Layers and bias (L, E) of the row of `step` in a file of expert loads."""
+    if path.suffix == ".parquet":
+        known = [name for name in BIAS_COLUMNS if name in pq.read_schema(path).names]
+        table = pq.read_table(path, columns=known, filters=[("step", "=", step)], use_threads=False)
+        rows = table.to_pylist()
+    else:
+        rows = [row for line in _lines_of(path, step) if (row := parse_line(line))]
+    for row in reversed(rows):
+        if row.get("step") == step and (bias := _matrix(row | {"load": row.get("bias")})):
+            bias_LE = np.full((len(bias), max(map(len, bias))), np.nan, dtype=np.float32)
+            for at, part in enumerate(bias):
+                bias_LE[at, : len(part)] = part
+            return _numbers(row.get("layers"), len(bias)), bias_LE
+    return None
+
+
+def _lines_of(path: Path, step: int) -> list[bytes]:
+    """Lines of a live file that may hold `step`: the others are long, and not worth parsing."""
+    begins = re.compile(rb'"step"\s*:\s*%d\b' % step)
+    return [line for line in path.read_bytes().splitlines() if begins.search(line)]
 
 
 def _of_table(table: pa.Table, file: MetricsFile) -> tuple[list[Block], int]:

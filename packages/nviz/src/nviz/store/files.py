@@ -31,8 +31,11 @@ def list_metrics_files(folder: Path) -> list[MetricsFile]:
     Links are passed over: they could lead out of the runs' root.
     """
     found = []
+    inside = folder / "metrics"
+    if inside.is_symlink():
+        return []
     try:
-        with os.scandir(folder / "metrics") as entries:
+        with os.scandir(inside) as entries:
             for entry in entries:
                 file = _metrics_file(entry)
                 if file:

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nviz.store.runs import DEPTH, LARGEST_RUN_JSON_BYTES, Signature, signature
+from nviz.store.runs import (
+    DEPTH,
+    LARGEST_RUN_JSON_BYTES,
+    Signature,
+    key_below,
+    read_own,
+    signature,
+)
 
 KINDS = {
     "labels": "label.json",
@@ -65,17 +72,13 @@ class HydraIndex:
         known = self._seen.get(folder)
         if known and known[0] == seen:
             return known[1]
-        key = folder.resolve().name if folder == self.root else _key(folder, self.root)
+        key = key_below(self.root, folder)
         written = seen[0] / 1e9 if seen else 0.0
         content, problem = _content(path)
         item = HydraFolder(key, kind, folder, written, content, problem)
         if seen:
             self._seen[folder] = (seen, item)
         return item
-
-
-def _key(folder: Path, root: Path) -> str:
-    return folder.relative_to(root).as_posix()
 
 
 def _find(root: Path) -> Iterator[tuple[Path, str]]:
@@ -111,9 +114,10 @@ def _search(folder: Path, root: Path, depth: int) -> Iterator[tuple[Path, str]]:
 def _content(path: Path) -> tuple[dict[str, Any], str | None]:
     """The JSON object in a file and None, or {} and why there is none."""
     try:
-        if path.stat().st_size > LARGEST_RUN_JSON_BYTES:
+        content = read_own(path, LARGEST_RUN_JSON_BYTES)
+        if content is None:
             return {}, f"{path.name} is larger than 16 MiB"
-        value = json.loads(path.read_bytes())
+        value = json.loads(content)
     except OSError as error:
         return {}, f"{path.name}: {error.strerror or error}"
     except (ValueError, RecursionError):

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nviz.store.parse import step_number
-from nviz.store.runs import DEPTH, Run, Signature, signature
+from nviz.store.parse import mapping, step_number, text
+from nviz.store.runs import DEPTH, Run, Signature, key_below, read_own, signature
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -77,19 +77,13 @@ def find_datasets(root: Path, runs: Iterable[Run]) -> dict[str, Path]:
     """Folders of data sets by key, those of runs first."""
     found: dict[str, Path] = {}
     for folder in [*_of_runs(root, runs), *_search(root, root.resolve(), DEPTH)]:
-        found.setdefault(_key(root, folder), folder)
+        found.setdefault(key_below(root, folder), folder)
     return found
 
 
 def datasets_of(root: Path, run: Run) -> dict[str, Path]:
     """The data sets that `run` was trained on and that lie below the root, by key."""
-    return {_key(root, folder): folder for folder in _of_runs(root, [run])}
-
-
-def _key(root: Path, folder: Path) -> str:
-    if folder == root:
-        return folder.resolve().name
-    return folder.relative_to(root).as_posix()
+    return {key_below(root, folder): folder for folder in _of_runs(root, [run])}
 
 
 def _of_runs(root: Path, runs: Iterable[Run]) -> Iterator[Path]:
@@ -163,10 +157,11 @@ def read_dataset(key: str, folder: Path) -> Dataset:
 @lru_cache(maxsize=32)
 def _read_dataset(key: str, folder: Path, seen: Signature) -> Dataset:
     """As `read_dataset`; kept while the file is unchanged."""
-    if seen[1] > LARGEST_MANIFEST_BYTES:
-        return Dataset(key, folder, "manifest.json is larger than 64 MiB")
     try:
-        value = json.loads((folder / MANIFEST).read_bytes())
+        content = read_own(folder / MANIFEST, LARGEST_MANIFEST_BYTES)
+        if content is None:
+            return Dataset(key, folder, "manifest.json is larger than 64 MiB")
+        value = json.loads(content)
     except OSError as error:
         return Dataset(key, folder, f"manifest.json: {error.strerror or error}")
     except (ValueError, RecursionError):
@@ -189,9 +184,9 @@ def _parse(key: str, folder: Path, value: dict[str, Any]) -> Dataset:
         command=_text(value.get("command")),
         tokens=step_number(value.get("tokens")),
         documents=step_number(value.get("documents")),
-        tokenizer=_mapping(value.get("tokenizer")),
-        counts=_mapping(value.get("counts")),
-        arguments=_mapping(value.get("arguments")),
+        tokenizer=mapping(value.get("tokenizer")),
+        counts=mapping(value.get("counts")),
+        arguments=mapping(value.get("arguments")),
         shards=tuple(_shard(item) for item in _mappings(value.get("shards"))),
         sources=tuple(
             Source(_text(item.get("root")), _text(item.get("name")), step_number(item.get("size")))
@@ -212,11 +207,7 @@ def _shard(item: dict[str, Any]) -> Shard:
 
 
 def _text(value: object) -> str:
-    return value[:2000] if isinstance(value, str) else ""
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return text(value, 2000) or ""
 
 
 def _mappings(value: object) -> list[dict[str, Any]]:

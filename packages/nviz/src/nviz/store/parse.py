@@ -180,3 +180,13 @@ def _matrix(value: object) -> list[list[float | None]] | None:
     if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
         return None
     return [[number(item) for item in row] for row in value]
+
+
+def text(value: object, most: int) -> str | None:
+    """A text of at most `most` characters, or None if `value` is none."""
+    return value[:most] if isinstance(value, str) else None
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """`value` if it is a JSON object, or an empty one."""
+    return value if isinstance(value, dict) else {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nviz.errors import VizError
-from nviz.store.parse import number, step_number
+from nviz.store.parse import mapping, number, step_number, text
 
 SCHEMA_VERSION = 1
 DEPTH = 3
@@ -78,8 +78,8 @@ class Run:
 
     def matches(self, words: str) -> bool:
         """Whether every word is in the name, key, status, group or tags, case ignored."""
-        text = " ".join([self.name, self.key, self.status, self.group or "", *self.tags]).lower()
-        return all(word in text for word in words.lower().split())
+        whole = " ".join([self.name, self.key, self.status, self.group or "", *self.tags]).lower()
+        return all(word in whole for word in words.lower().split())
 
     @property
     def is_live(self) -> bool:
@@ -94,6 +94,27 @@ def signature(path: Path) -> Signature | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read_own(path: Path, most_bytes: int) -> bytes | None:
+    """The content of a plain file, or None if it holds more than `most_bytes`.
+
+    Raises OSError if it cannot be read, or is a link: that could lead out of the runs' root.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError("a link or no plain file, which is not read")
+    # Should it become a link now, it is not followed either.
+    opened = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(opened, "rb") as file:
+        content = file.read(most_bytes + 1)
+    return content if len(content) <= most_bytes else None
+
+
+def key_below(root: Path, folder: Path) -> str:
+    """The key of a folder: its path below the root, or the root's own name."""
+    if folder == root:
+        return folder.resolve().name
+    return folder.relative_to(root).as_posix()
 
 
 def find_run_folders(root: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -125,20 +146,16 @@ def _search(folder: Path, root: Path, depth: int) -> Iterator[Path]:
 
 
 def _text(value: object) -> str | None:
-    return value[:500] if isinstance(value, str) else None
+    return text(value, 500)
 
 
 def _texts(value: object) -> tuple[str, ...]:
     return tuple(str(item)[:200] for item in value) if isinstance(value, list) else ()
 
 
-def _mapping(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _attempts(value: object) -> tuple[Attempt, ...]:
     """The attempts in run.json by number; entries without a number are left out."""
-    entries = [_mapping(item) for item in value] if isinstance(value, list) else []
+    entries = [mapping(item) for item in value] if isinstance(value, list) else []
     found = {
         attempt: Attempt(
             attempt, number(item.get("started_unix_s")), step_number(item.get("from_step"))
@@ -154,7 +171,7 @@ def _status(value: object) -> str:
 
 
 def _results(value: object) -> dict[str, float]:
-    found = {name: number(item) for name, item in _mapping(value).items()}
+    found = {name: number(item) for name, item in mapping(value).items()}
     return {name: item for name, item in found.items() if item is not None}
 
 
@@ -163,10 +180,10 @@ def unreadable(key: str, folder: Path, problem: str) -> Run:
     return Run(key=key, folder=folder, name=folder.name, status="unreadable", problem=problem)
 
 
-def parse_run(key: str, folder: Path, text: bytes) -> Run:
-    """The run that `text`, the content of its run.json, describes. Never raises on bad content."""
+def parse_run(key: str, folder: Path, content: bytes) -> Run:
+    """The run that `content`, of its run.json, describes. Never raises on bad content."""
     try:
-        value = json.loads(text)
+        value = json.loads(content)
     except (ValueError, RecursionError):
         return unreadable(key, folder, "run.json is no whole JSON (is it being written?)")
     if not isinstance(value, dict):
@@ -194,12 +211,12 @@ def parse_run(key: str, folder: Path, text: bytes) -> Run:
         attempts=_attempts(value.get("attempts")),
         step=step_number(value.get("step")),
         steps=step_number(value.get("steps")),
-        config=_mapping(value.get("config")),
-        versions=_mapping(value.get("versions")),
-        layout=_mapping(value.get("layout")),
+        config=mapping(value.get("config")),
+        versions=mapping(value.get("versions")),
+        layout=mapping(value.get("layout")),
         hosts=_texts(value.get("hosts")),
         device=_text(value.get("device")),
-        data_folder=_text(_mapping(value.get("data")).get("dir")),
+        data_folder=_text(mapping(value.get("data")).get("dir")),
         fingerprint=_text(value.get("fingerprint")),
         git_revision=_text(value.get("git_revision")),
         results=_results(value.get("results")),
@@ -208,11 +225,11 @@ def parse_run(key: str, folder: Path, text: bytes) -> Run:
 
 def read_run(key: str, folder: Path) -> Run:
     """Read `folder`/run.json. Never raises: what cannot be read comes back as `unreadable`."""
-    path = folder / "run.json"
     try:
-        if path.stat().st_size > LARGEST_RUN_JSON_BYTES:
+        content = read_own(folder / "run.json", LARGEST_RUN_JSON_BYTES)
+        if content is None:
             return unreadable(key, folder, "run.json is larger than 16 MiB")
-        return parse_run(key, folder, path.read_bytes())
+        return parse_run(key, folder, content)
     except OSError as error:
         return unreadable(key, folder, f"run.json: {error.strerror or error}")
 
@@ -256,17 +273,12 @@ class RunIndex:
         runs.sort(key=lambda run: (run.started_unix_s or 0.0, run.key), reverse=True)
         return {run.key: run for run in runs}
 
-    def _key(self, folder: Path) -> str:
-        if folder == self.root:
-            return folder.resolve().name
-        return folder.relative_to(self.root).as_posix()
-
     def _read(self, folder: Path) -> Run:
         found = signature(folder / "run.json")
         known = self._seen.get(folder)
         if known and known[0] == found:
             return known[1]
-        run = read_run(self._key(folder), folder)
+        run = read_run(key_below(self.root, folder), folder)
         if run.status == "unreadable" or found is None:
             # A half-written file: the last good reading serves until a whole one is there.
             return known[1] if known and known[1].status != "unreadable" and found else run
