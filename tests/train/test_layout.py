@@ -9,6 +9,7 @@ from nmoe_train.errors import TrainError
 from nmoe_train.parallel import Layout, check_layout, current_layout
 
 Tiny = Callable[..., Config]
+INTERLEAVED = {"parallel.pipeline.schedule": "interleaved", "parallel.pipeline.chunks": 2}
 
 
 def started(processes: int, rank: int = 0, local_rank: int | None = None) -> dict[str, str]:
@@ -110,7 +111,52 @@ def test_experts_fold_over_data_and_tensor_parallelism_of_each_stage(ep: int) ->
             "ep = 4 does not divide parallel.dp * tp = 3 * 2, over whose ranks it folds; the "
             "nearest ep that do are 3 and 6; or make parallel.dp a multiple of 2",
         ),
-        ({"parallel.pp": 4}, "parallel.pp = 4, and pipeline parallelism does not exist yet; set"),
+        ({"parallel.pp": 4}, "= 4 runs of layers, in a model of 2 layers; the nearest pp that has"),
+        ({"parallel.pp": 4}, "has a layer for each is 2"),
+        (
+            {"parallel.pp": 2, "model.layers": 5, **INTERLEAVED, "parallel.pipeline.chunks": 3},
+            "parallel.pp * chunks = 2 * 3 runs of layers, in a model of 5 layers; the nearest pp "
+            "that has a layer for each is 1",
+        ),
+        (
+            {"parallel.pp": 2, "parallel.pipeline.schedule": "interleaved"},
+            "parallel.pipeline.chunks = 1 with the schedule interleaved; set chunks to 2 or more",
+        ),
+        (
+            {"parallel.pp": 2, "parallel.pipeline.chunks": 2, "model.layers": 4},
+            "chunks = 2 with the schedule 1f1b; set the schedule to interleaved, or leave chunks",
+        ),
+        (
+            {
+                "parallel.pp": 2,
+                "parallel.fsdp": True,
+                "parallel.pipeline.schedule": "zero-bubble",
+            },
+            "set parallel.pipeline.schedule to 1f1b or interleaved, or parallel.fsdp to false",
+        ),
+        (
+            {"parallel.pp": 2, "parallel.pipeline.split": [1, 2]},
+            "lists 2 numbers that sum to 3; list 2 numbers that sum to the 2 layers, or leave it",
+        ),
+        (
+            {"parallel.pp": 2, "parallel.pipeline.split": [2]},
+            "lists 1 numbers that sum to 2; list 2 numbers that sum to the 2 layers, or leave it",
+        ),
+        (
+            {
+                "parallel.pp": 2,
+                "parallel.dp": 2,
+                "model.layers": 4,
+                **INTERLEAVED,
+                "train.micro_batch_size": 4,
+            },
+            "2 stages takes a multiple of 2 micro-batches, and train.micro_batch_size = 4 makes 3 "
+            "of a rank's 12 sequences; the nearest sizes that do are 3 and 6",
+        ),
+        (
+            {"parallel.pp": 2, "parallel.dp": 8, "model.layers": 4, **INTERLEAVED},
+            "makes 1 of a rank's 3 sequences; make train.batch_size a multiple of 16",
+        ),
         ({"parallel.ep": 5}, "divide the 12 experts of a layer; the nearest that do are 4 and 6"),
         ({"parallel.ep": 24}, "divide the 12 experts of a layer; the nearest that do are 12"),
         ({"parallel.ep": 2, "parallel.rdep.transport": "local"}, "for one rank, and parallel.ep ="),
@@ -130,7 +176,9 @@ def test_what_no_number_of_processes_makes_possible_is_refused_by_validate_and_a
 ) -> None:
     config = wide(**sets)
     assert says in refusal(check_layout, config)
-    assert says in refusal(current_layout, config, started(config.parallel.dp or 24))
+    parallel = config.parallel
+    processes = (parallel.dp or 24 // parallel.pp) * parallel.pp
+    assert says in refusal(current_layout, config, started(processes))
 
 
 @pytest.mark.parametrize(
@@ -171,3 +219,8 @@ def test_a_number_of_torchruns_that_is_none_is_refused_and_named(
     tiny: Tiny, name: str, value: str
 ) -> None:
     assert f"{name} is {value!r}" in refusal(current_layout, tiny(), {**started(1), name: value})
+
+
+def test_one_stage_takes_no_notice_of_a_schedule(tiny: Tiny) -> None:
+    config = tiny(**INTERLEAVED, **{"parallel.pipeline.split": [1, 1, 3]})
+    assert current_layout(config, {}) == Layout()

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 from nmoe_train.config import Config
-from nmoe_train.model.costs import Cost, embedding_cost, head_cost, layer_cost
+from nmoe_train.model.costs import Cost, count_weights, layer_cost
 from nmoe_train.parallel.split import given_split, split_layers
 
 Tiny = Callable[..., Config]
@@ -57,11 +57,13 @@ def test_the_costs_of_all_parts_are_those_of_the_model(
         {"model.layers": 4, "model.moe.shared_experts": 2},
         {"model.attention.q_lora_rank": 10, "model.dense_layers": 0},
         {"model.attention.kind": "gqa", "model.attention.kv_heads": 1},
+        {"model.tie_embeddings": True},
     ):
         config = tiny(**changes).model
-        costs = [layer_cost(config, number, 16) for number in range(config.layers)]
-        costs += [embedding_cost(config, 257), head_cost(config, 257)]
         model = build(tiny(**changes))
         assert isinstance(model, torch.nn.Module)
-        held = sum(parameter.numel() for parameter in model.parameters())
-        assert sum(cost.weights for cost in costs) == held
+        held = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        assert count_weights(config, 257) == sum(held.values())
+        for number in range(config.layers):
+            layer = sum(count for name, count in held.items() if f"layers.{number}." in name)
+            assert layer_cost(config, number, 16).weights == layer

@@ -8,7 +8,6 @@ run's record.
 
 import contextlib
 import dataclasses
-import math
 import signal
 import time
 from dataclasses import dataclass
@@ -39,12 +38,13 @@ from nmoe_train.errors import TrainError
 from nmoe_train.eval import validation_loss
 from nmoe_train.interrupt import SIGNALS, Interrupt
 from nmoe_train.model import Transformer, initialise
-from nmoe_train.model.initialise import STACKED_EXPERTS
+from nmoe_train.model.costs import count_weights
 from nmoe_train.model.tensor import TensorParallel
 from nmoe_train.optim import build_optimizer
 from nmoe_train.parallel.experts import exchange_record
 from nmoe_train.parallel.fsdp import shard_weights
 from nmoe_train.parallel.groups import Groups, host_name
+from nmoe_train.parallel.pipeline import Pipeline, held_layers, part_layers
 from nmoe_train.step import step_record, train_step
 from nmoe_train.telemetry import (
     MetricsWriter,
@@ -81,6 +81,7 @@ class Outcome:
     status: str
     step: int
     model: Transformer
+    pipeline: Pipeline
     results: dict[str, float]
     """`loss/validation` and `loss/unigram`, in nats per token, once the run is complete."""
     stopped_by: signal.Signals | None = None
@@ -145,18 +146,30 @@ class _Training:
             local_ranks=self.layout.local_ranks,
         )
         vocab_size = _vocab_size(config, data)
+        stages = self.layout.pp
+        parts = part_layers(config, vocab_size, stages)
         self.model = Transformer(
             config.model,
             vocab_size,
             dtype=DTYPES[config.precision.dtype],
             recompute=config.train.recompute == "layer",
             expert_parallel=experts,
+            held=held_layers(parts, self.layout.pp_rank, stages),
             tensor=TensorParallel(groups.tensor),
         )
         initialise(self.model, config.model, config.run.seed)
         if config.parallel.fsdp:
             shard_weights(self.model, groups, self.device)
         self.model.to(self.device)
+        self.pipeline = Pipeline(
+            self.model,
+            groups,
+            parts,
+            # One stage has nobody to wait for.
+            schedule=config.parallel.pipeline.schedule if stages > 1 else "1f1b",
+            deadline_s=config.parallel.rdep.deadline_s,
+            attempt=folder.attempt + 1,
+        )
         self.optimizer = build_optimizer(self.model, config.optimizer)
         seq_len, seed = config.train.seq_len, config.run.seed
         self.loader = Loader(data.train, seq_len=seq_len, seed=seed)
@@ -247,9 +260,16 @@ class _Training:
         tokens = self.step * self.config.tokens_per_step
         moved = None if self.experts is None else self.experts.counters()
         result = train_step(
-            self.model, self.optimizer, share, self.config, tokens, timer, self.groups
+            self.model,
+            self.optimizer,
+            share,
+            self.config,
+            tokens,
+            timer,
+            self.groups,
+            self.pipeline,
         )
-        scalars, experts = step_record(result, self.model)
+        scalars, experts = step_record(result)
         self._count_update(skipped=bool(scalars.pop("skipped")))
         stages = timer.milliseconds()
         step_s = time.perf_counter() - started_s
@@ -313,6 +333,7 @@ class _Training:
             or self.config.train.batch_size // self.layout.dp,
             chunk=self.config.train.loss_chunk,
             groups=self.groups,
+            pipeline=self.pipeline,
         )
         if self.experts is not None:
             # Before the number is believed: tokens may have missed their experts.
@@ -337,7 +358,10 @@ class _Training:
             self.folder.checkpoints,
             self.step,
             owned_state(
-                gather_state(self.model, self.optimizer), self.layout, state_places(self.model)
+                gather_state(self.model, self.optimizer),
+                self.layout,
+                state_places(self.model),
+                self.model.copies,
             ),
             meta,
             keep=self.config.checkpoint.keep,
@@ -392,21 +416,11 @@ class _Training:
             "layout": self.layout.sizes(),
             "device": self._device_name(),
             "backend": pick_backend(None, self.device.type, dtype),
-            "parameters": self._count_parameters(),
+            "parameters": count_weights(self.config.model, self.model.vocab_size),
             "data": {"dir": str(self.config.data_dir), "tokens": self.data.train.tokens},
             "hosts": list(dict.fromkeys(hosts)),
             "transport": None if self.experts is None else self.experts.transport,
         }
-
-    def _count_parameters(self) -> int:
-        """Weights of the model, whatever is here of them."""
-        cuts, total = self.model.cuts(), 0
-        for name, parameter in self.model.named_parameters():
-            whole = list(parameter.shape)
-            if name in cuts:
-                whole[cuts[name].dim] = cuts[name].whole
-            total += math.prod(whole) * (self.layout.ep if STACKED_EXPERTS.search(name) else 1)
-        return total
 
     def _device_name(self) -> str:
         if self.device.type == "cuda":
@@ -414,7 +428,7 @@ class _Training:
         return f"cpu ({torch.get_num_threads()} threads)"
 
     def _outcome(self, status: str) -> Outcome:
-        return Outcome(status, self.step, self.model, self.results, self.stopped_by)
+        return Outcome(status, self.step, self.model, self.pipeline, self.results, self.stopped_by)
 
 
 def _vocab_size(config: Config, data: TrainingData) -> int:

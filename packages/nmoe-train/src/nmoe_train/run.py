@@ -94,5 +94,6 @@ def _continue_held_out_text(
         tokens=GENERATED_TOKENS,
         seed=config.run.seed,
         groups=groups,
+        pipeline=outcome.pipeline,
     )
     observer.message(f"\nheld-out text: {prompt}\ncontinued by the model: {continuation}\n")

@@ -19,8 +19,8 @@ from nmoe_train.data import Step
 from nmoe_train.model import ModelOutput, Transformer
 from nmoe_train.model.moe_block import router_bias
 from nmoe_train.optim import GuardedAdamW, clip_gradients, rate_factor, set_rates
-from nmoe_train.parallel.fsdp import last_backward
 from nmoe_train.parallel.groups import ALONE, Groups
+from nmoe_train.parallel.pipeline import Pipeline
 from nmoe_train.parallel.reduction import StepSums, reduce_step
 from nmoe_train.telemetry.timers import StageTimer
 
@@ -32,6 +32,8 @@ class StepResult:
     scalars: dict[str, Tensor]
     loads: dict[int, Tensor]
     """Tokens that each expert got, by layer; int64 [E]."""
+    biases: dict[int, Tensor]
+    """The routers' balancing biases after the step, by layer; fp32 [E]."""
     rates: dict[str, float]
 
 
@@ -43,32 +45,30 @@ def train_step(
     tokens: int,
     timer: StageTimer,
     groups: Groups = ALONE,
+    pipeline: Pipeline | None = None,
 ) -> StepResult:
     """Trains on this rank's share of one global batch; `tokens` counts those seen after it.
 
-    What it reports is the global batch's, the same on every rank. A gradient norm that is not
-    finite leaves weights, moments and router biases as they were.
+    `pipeline`: the stage that the model is part of; None where it is all of it. What the step
+    reports is the global batch's, the same on every rank. A gradient norm that is not finite leaves
+    weights, moments and router biases as they were.
     """
     device = model.device
-    sums: dict[str, Tensor] = {}
-    loads: dict[int, Tensor] = {}
-    for micro, last in _micro_batches(share, config, device):
-        with timer.stage("forward"), groups.among_peers("in the forward pass"):
-            output = model.hidden(micro.inputs_BS, micro.documents_BS)
-            losses = _losses(model, output, micro, config)
-        with timer.stage("backward"), groups.among_peers("in the backward pass"):
-            last_backward(model, last)
-            losses["loss/train"].backward()
-        for name, value in losses.items():
-            sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach()
-        for layer, report in output.routing.items():
-            loads[layer] = loads.get(layer, 0) + report.load_E
-            sums["router/invalid"] = sums.get("router/invalid", 0) + report.invalid
+    total = _nothing_yet(config, device)
+
+    def losses(output: ModelOutput, micro: Step) -> Tensor:
+        found = _losses(model, output, micro, config)
+        _note(total, output, found)
+        return found["loss/train"]
+
+    micros = list(_micro_batches(share, config, device))
+    step = tokens // config.tokens_per_step
+    (pipeline or Pipeline(model, groups)).train(step, micros, losses, timer)
     norm: Tensor | None = None
     if not groups.alone:
         with timer.stage("reduce"):
-            total, norm = reduce_step(model, StepSums(sums, loads), groups)
-        sums, loads = total.scalars, total.loads
+            total, norm = reduce_step(model, total, groups)
+    sums, loads = total.scalars, total.loads
     with timer.stage("optimizer"):
         sums["grad_norm"] = clip_gradients(model.parameters(), config.train.clip_norm, norm)
         rates = set_rates(optimizer, rate_factor(config, tokens))
@@ -80,10 +80,10 @@ def train_step(
             # A load of nothing is an even one: a skipped step leaves the bias as it was.
             load = loads[layer] * finite
             update_bias(router_bias(block), load, config.model.moe.bias_update_rate)
-    return StepResult(sums, loads, rates)
+    return StepResult(sums, loads, _all_biases(model, loads, groups), rates)
 
 
-def step_record(result: StepResult, model: Transformer) -> tuple[dict[str, Any], dict[str, Any]]:
+def step_record(result: StepResult) -> tuple[dict[str, Any], dict[str, Any]]:
     """The step's scalars and its expert loads as plain numbers, in one read of the device each."""
     names = list(result.scalars)
     values = torch.stack([result.scalars[name].double() for name in names]).tolist()
@@ -92,8 +92,7 @@ def step_record(result: StepResult, model: Transformer) -> tuple[dict[str, Any],
     if not layers:
         return record, {"layers": [], "load": [], "bias": []}
     loads = torch.stack([result.loads[layer] for layer in layers]).cpu()
-    blocks = model.moe_blocks()
-    biases = torch.stack([router_bias(blocks[layer]) for layer in layers]).cpu()
+    biases = torch.stack([result.biases[layer] for layer in layers]).cpu()
     stats = load_stats(loads)
     record["router/load_imbalance"] = float(stats["imbalance"].mean())
     record["router/entropy"] = float(stats["entropy"].mean())
@@ -103,33 +102,66 @@ def step_record(result: StepResult, model: Transformer) -> tuple[dict[str, Any],
     return record, experts
 
 
-def _micro_batches(
-    share: Step, config: Config, device: torch.device
-) -> Iterator[tuple[Step, bool]]:
-    """Micro-batches, and whether each is the last."""
+def _micro_batches(share: Step, config: Config, device: torch.device) -> Iterator[Step]:
     size = config.train.micro_batch_size or share.inputs_BS.shape[0]
     for start in range(0, share.inputs_BS.shape[0], size):
         rows = slice(start, start + size)
         whole = (share.inputs_BS, share.documents_BS, share.targets_BS)
         inputs, documents, targets = (t[rows].to(device, non_blocking=True) for t in whole)
-        micro = Step(inputs, documents, targets, share.predictions)
-        yield micro, start + size >= share.inputs_BS.shape[0]
+        yield Step(inputs, documents, targets, share.predictions)
+
+
+def _nothing_yet(config: Config, device: torch.device) -> StepSums:
+    """Zeros under all names that any stage of a pipeline reports."""
+    model = config.model
+    layers = range(model.dense_layers, model.layers)
+    names = ["loss/ce", "loss/train"]
+    if layers:
+        names += ["loss/balance", "loss/z", "router/invalid"]
+    zero = torch.zeros((), device=device)
+    load = torch.zeros(model.moe.experts, dtype=torch.int64, device=device)
+    return StepSums(dict.fromkeys(names, zero), dict.fromkeys(layers, load))
+
+
+def _note(total: StepSums, output: ModelOutput, losses: dict[str, Tensor]) -> None:
+    """Adds what the forward of a micro-batch through some layers gave."""
+    for name, value in losses.items():
+        total.scalars[name] = total.scalars[name] + value.detach()
+    for layer, report in output.routing.items():
+        total.loads[layer] = total.loads[layer] + report.load_E
+        total.scalars["router/invalid"] = total.scalars["router/invalid"] + report.invalid
 
 
 def _losses(
     model: Transformer, output: ModelOutput, micro: Step, config: Config
 ) -> dict[str, Tensor]:
-    """This micro-batch's part of the losses of the global batch; parts add up to the whole."""
+    """What some layers give to the losses of the global batch for a micro-batch; parts add up."""
     moe = config.model.moe
-    total = model.loss(output.hidden_BSH, micro.targets_BS, config.train.loss_chunk)
-    ce = total / max(1, micro.predictions)
-    losses = {"loss/ce": ce, "loss/train": ce}
+    losses = {"loss/train": torch.zeros((), device=model.device)}
+    if output.is_last:
+        total = model.loss(output.hidden_BSH, micro.targets_BS, config.train.loss_chunk)
+        losses["loss/ce"] = losses["loss/train"] = total / max(1, micro.predictions)
     share = micro.inputs_BS.shape[0] / config.train.batch_size
     if output.routing:
         reports = output.routing.values()
         losses["loss/balance"] = share * torch.stack([r.balance_loss for r in reports]).sum()
         losses["loss/z"] = share * torch.stack([r.z_loss for r in reports]).sum()
         losses["loss/train"] = (
-            ce + moe.balance_loss * losses["loss/balance"] + moe.z_loss * losses["loss/z"]
+            losses["loss/train"]
+            + moe.balance_loss * losses["loss/balance"]
+            + moe.z_loss * losses["loss/z"]
         )
     return losses
+
+
+def _all_biases(model: Transformer, loads: dict[int, Tensor], groups: Groups) -> dict[int, Tensor]:
+    """The biases of all layers that have a load, those of other stages too."""
+    blocks = model.moe_blocks()
+    here = {layer: router_bias(block) for layer, block in blocks.items()}
+    if groups.pipeline is None or not loads:
+        return here
+    biases_LE = torch.stack(
+        [here[n] if n in here else torch.zeros_like(load).float() for n, load in loads.items()]
+    )
+    groups.sum_within_(biases_LE, groups.pipeline, "the routers' biases")
+    return dict(zip(loads, biases_LE, strict=True))

@@ -7,7 +7,7 @@ over ranks each has a box, whose place in the whole tensor is known.
 """
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from nmoe_train.parallel import Layout
 from nmoe_train.parallel.fsdp import local, local_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LAYER = re.compile(r"\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.(gate_up|down)$")
 
 
@@ -62,15 +63,21 @@ def state_boxes(model: Transformer) -> dict[str, Box]:
 
 
 def owned_state(
-    state: Mapping[str, Tensor], layout: Layout, places: Mapping[str, Place] | None = None
+    state: Mapping[str, Tensor],
+    layout: Layout,
+    places: Mapping[str, Place] | None = None,
+    copies: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """What of a rank's state it writes, so that every number is written once.
 
-    Of the ranks that hold the same, in a pipeline stage, the first writes it.
+    Of the ranks that hold the same, in a pipeline stage, the first writes it. `copies` are names of
+    parameters that another stage writes.
     """
     whole = Place(None, over_tensor=False, over_data=False)
 
     def first(name: str) -> bool:
+        if any(name.endswith(f".{copy}") for copy in copies):
+            return False
         place = (places or {}).get(name, whole)
         if EXPERT.search(name):
             return place.over_data or layout.writes_experts
@@ -120,9 +127,17 @@ def _part_of(tensors: Mapping[str, Tensor]) -> Callable[[str, Box], Tensor]:
 
 
 def _is_elsewhere(name: str, model: Transformer, here: Container[str]) -> bool:
-    """Whether a tensor is that of an expert of this model that another rank holds."""
-    found = EXPERT.search(name)
-    return found is not None and name not in here and int(found[1]) < model.config.moe.experts
+    """Whether a tensor is one of this model that another rank holds: of a layer, or an expert."""
+    config = model.config
+    layer, expert = LAYER.search(name), EXPERT.search(name)
+    if layer is None:
+        ends = ["embedding.weight", "norm.weight"]
+        ends += [] if config.tie_embeddings else ["head.weight"]
+        parameter = ".".join(name.split(".")[-2:])
+        return parameter in ends and parameter not in dict(model.named_parameters())
+    if int(layer[1]) not in model.layers:
+        return int(layer[1]) < config.layers
+    return expert is not None and name not in here and int(expert[1]) < config.moe.experts
 
 
 def _named_tensors(

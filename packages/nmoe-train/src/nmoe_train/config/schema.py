@@ -313,6 +313,18 @@ class RdepConfig(Section):
     """Whether the backward pass keeps the rows that came, or fetches them again."""
 
 
+class PipelineConfig(Section):
+    """How a pipeline's stages share the layers and take turns; parallel.pp is their number."""
+
+    schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """1f1b holds least; interleaved waits less and sends more; zero-bubble waits least and holds
+    more, as gradients of weights wait for idle time."""
+    chunks: PositiveInt = 1
+    """interleaved: runs of layers that each stage holds, at least 2; else 1."""
+    split: list[PositiveInt] | None = None
+    """Layers of each run, in order: parallel.pp * chunks numbers; by cost when absent."""
+
+
 class ParallelConfig(Section):
     """How the work is split over processes; dp x tp x pp is their number."""
 
@@ -327,6 +339,8 @@ class ParallelConfig(Section):
     fsdp: bool = False
     """Whether weights, gradients and moments are cut over the ranks that would hold them alike, and
     gathered layer by layer (FSDP2): less memory for more messages."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Schedule of the pipeline."""
     rdep: RdepConfig = RdepConfig()
     """Transport of expert parallelism."""
 

@@ -49,6 +49,13 @@ def layer_cost(config: ModelConfig, number: int, seq_len: int) -> Cost:
     return Cost(flops + 2.0 * visited, weights + held)
 
 
+def count_weights(config: ModelConfig, vocab_size: int) -> int:
+    """Weights of the whole model; a tied embedding counts once."""
+    held = sum(layer_cost(config, number, 1).weights for number in range(config.layers))
+    head = config.width if config.tie_embeddings else head_cost(config, vocab_size).weights
+    return held + head + embedding_cost(config, vocab_size).weights
+
+
 def expert_weights(config: ModelConfig) -> int:
     """Weights of one routed expert."""
     return 3 * config.width * config.moe.expert_width

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nmoe_train.model.deferred import linear
 from nmoe_train.model.tensor import WHOLE, Cut, TensorParallel
 
 
@@ -28,7 +29,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., in] to [..., out] in the format of x."""
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight)
 
 
 class Embedding(nn.Module):

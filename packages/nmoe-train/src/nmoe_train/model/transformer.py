@@ -34,6 +34,8 @@ class ModelOutput:
     hidden_BSH: Tensor
     routing: dict[int, RoutingReport] = field(default_factory=dict)
     """By layer number; Mixture-of-Experts layers only."""
+    is_last: bool = False
+    """Whether the states are those before the output projection."""
 
 
 class Layer(nn.Module):
@@ -87,6 +89,9 @@ class Layers(nn.Module):
             assert isinstance(layer, Layer)
             yield int(name), layer
 
+    def __contains__(self, number: int) -> bool:
+        return str(number) in self._modules
+
     def __iter__(self) -> Iterator[Layer]:
         return (layer for _, layer in self.items())
 
@@ -119,13 +124,13 @@ class Transformer(nn.Module):
         self.config, self.dtype, self.recompute = config, dtype, recompute
         self.vocab_size, self.tensor = vocab_size, tensor
         numbers = range(config.layers) if held is None else held
-        begins, ends = 0 in numbers, config.layers - 1 in numbers
+        self._begins, ends = 0 in numbers, config.layers - 1 in numbers
         self.local_experts: range = (
             expert_parallel.local_experts if expert_parallel else range(config.moe.experts)
         )
         """Numbers of the experts whose weights are here, the same in every layer."""
         self.embedding: Embedding | None = None
-        if begins or (ends and config.tie_embeddings):
+        if self._begins or (ends and config.tie_embeddings):
             self.embedding = Embedding(vocab_size, config.width, tensor)
         self.layers = Layers(
             {number: Layer(config, number, expert_parallel, tensor) for number in numbers}
@@ -153,6 +158,12 @@ class Transformer(nn.Module):
         """What of a parameter is here, by name, where tensor-parallel ranks have the rest."""
         split = ((n, m.cut) for n, m in self.named_modules() if isinstance(m, (Linear, Embedding)))
         return {f"{name}.weight": cut for name, cut in split if cut is not None}
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Names of parameters that another stage holds too: a tied embedding, at the end."""
+        tied = self.norm is not None and self.config.tie_embeddings
+        return frozenset({"embedding.weight"} if tied and not self._begins else ())
 
     def moe_blocks(self) -> dict[int, MoEBlock]:
         """Mixture-of-Experts blocks by layer number."""
@@ -195,7 +206,7 @@ class Transformer(nn.Module):
         output.hidden_BSH = x_BSH
         if numbers[-1] == self.config.layers - 1:
             assert self.norm is not None
-            output.hidden_BSH = self.norm(x_BSH)
+            output.hidden_BSH, output.is_last = self.norm(x_BSH), True
         return output
 
     def loss(self, hidden_BsH: Tensor, targets_BS: Tensor, chunk: int) -> Tensor:

@@ -31,7 +31,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> GuardedAdamW:
         "router": config.lr_router or config.lr,
         "expert": config.lr_expert or config.lr,
     }
-    members: dict[tuple[str, bool, bool], list[Tensor]] = {}
+    # All of them on every stage of a pipeline, also where it has none of the weights.
+    kinds = [(group, True, False) for group in ("dense", "expert")]
+    kinds += [(group, False, False) for group in ("dense", "router")]
+    members: dict[tuple[str, bool, bool], list[Tensor]] = {kind: [] for kind in kinds}
     for name, parameter in model.named_parameters():
         group = _group_of(name)
         decays = group != "router" and parameter.ndim > 1 and "embedding" not in name

@@ -78,6 +78,15 @@ class Layout:
         return self.stage_rank < self.ep
 
     @property
+    def first_with_output(self) -> int:
+        """The first rank of the last stage, which has the model's output."""
+        return (self.pp - 1) * self.stage_ranks
+
+    def peer(self, stage: int) -> int:
+        """The rank at this one's place of another pipeline stage."""
+        return stage * self.stage_ranks + self.stage_rank
+
+    @property
     def speaks_for_share(self) -> bool:
         """Whether this process is the first of those that have its share of the batch."""
         return self.pp_rank == 0 and self.tp_rank == 0
@@ -121,12 +130,8 @@ def check_layout(config: Config) -> None:
     Raises TrainError (`E-LAYOUT`), naming the nearest possible layout.
     """
     parallel, experts = config.parallel, config.model.moe.experts
-    if parallel.pp != 1:
-        raise _problem(
-            f"parallel.pp = {parallel.pp}, and pipeline parallelism does not exist yet",
-            "set parallel.pp to 1; parallel.dp, parallel.tp and parallel.ep spread the work today",
-        )
     _check_heads(config)
+    _check_stages(config)
     if experts % parallel.ep:
         possible = _nearest(parallel.ep, _divisors(experts))
         raise _problem(
@@ -186,6 +191,59 @@ def _check_heads(config: Config) -> None:
             )
 
 
+def _check_stages(config: Config) -> None:
+    """Whether every pipeline stage gets as many runs of layers as its schedule wants."""
+    pp, pipeline, layers = config.parallel.pp, config.parallel.pipeline, config.model.layers
+    if pp == 1:
+        return
+    if config.parallel.fsdp and pipeline.schedule == "zero-bubble":
+        raise _problem(
+            "parallel.fsdp gathers a layer's weights for one backward, and the schedule "
+            "zero-bubble makes their gradients in another",
+            "set parallel.pipeline.schedule to 1f1b or interleaved, or parallel.fsdp to false",
+        )
+    chunks, parts = pipeline.chunks, pp * pipeline.chunks
+    if (chunks > 1) != (pipeline.schedule == "interleaved"):
+        raise _problem(
+            f"parallel.pipeline.chunks = {chunks} with the schedule {pipeline.schedule}",
+            "set chunks to 2 or more for interleaved, or leave both out"
+            if chunks == 1
+            else "set the schedule to interleaved, or leave chunks out",
+        )
+    if parts > layers:
+        of = f"parallel.pp = {pp}" if chunks == 1 else f"parallel.pp * chunks = {pp} * {chunks}"
+        possible = _nearest(pp, set(range(1, layers // chunks + 1)))
+        raise _problem(
+            f"{of} runs of layers, in a model of {layers} layers",
+            f"the nearest pp that has a layer for each is {possible}"
+            if possible
+            else f"set parallel.pipeline.chunks to {layers // pp} at most",
+        )
+    split = pipeline.split
+    if split is not None and (len(split) != parts or sum(split) != layers):
+        raise _problem(
+            f"parallel.pipeline.split lists {len(split)} numbers that sum to {sum(split)}",
+            f"list {parts} numbers that sum to the {layers} layers, or leave it out",
+        )
+
+
+def _check_micro_batches(config: Config, dp: int) -> None:
+    """Whether an interleaved schedule gets a multiple of pp micro-batches."""
+    pp, train, share = config.parallel.pp, config.train, config.train.batch_size // dp
+    if pp == 1 or config.parallel.pipeline.schedule != "interleaved":
+        return
+    size = train.micro_batch_size or share
+    if share // size % pp:
+        possible = _nearest(size, {n for n in _divisors(share) if share // n % pp == 0})
+        raise _problem(
+            f"an interleaved pipeline of {pp} stages takes a multiple of {pp} micro-batches, and "
+            f"train.micro_batch_size = {size} makes {share // size} of a rank's {share} sequences",
+            f"the nearest sizes that do are {possible}"
+            if possible
+            else f"make train.batch_size a multiple of {dp * pp}",
+        )
+
+
 def _check_sizes(config: Config, dp: int) -> None:
     """Whether experts and batch can be spread over `dp` shares."""
     ep, tp, train = config.parallel.ep, config.parallel.tp, config.train
@@ -211,6 +269,7 @@ def _check_sizes(config: Config, dp: int) -> None:
             f"train.micro_batch_size = {train.micro_batch_size}",
             f"the nearest that do are {_nearest(train.micro_batch_size, _divisors(share))}",
         )
+    _check_micro_batches(config, dp)
 
 
 def _divisors(number: int) -> set[int]:

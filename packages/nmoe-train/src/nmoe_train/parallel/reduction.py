@@ -6,7 +6,9 @@ tokens, and is summed over the data-parallel ranks that hold the same part; one 
 saw this rank's tokens only, and is summed over all ranks of the stage. An expert's gradient is
 already the sum over the tokens of its expert-parallel group, whose ranks sent them to it, and what
 is left to add are the other groups' replicas of the same expert. Where weights are sharded over
-ranks (`parallel.fsdp`), the backward pass has added over those, and each has a part of the sum.
+ranks (`parallel.fsdp`), the backward pass has added over those, and each has a part of the sum. In
+the norm, the squares of all stages' weights add up, of which a tied embedding, that two of them
+hold, counts once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,9 +44,11 @@ def reduce_step(model: Transformer, sums: StepSums, groups: Groups) -> tuple[Ste
     """
     square = torch.zeros((), dtype=torch.float64, device=model.device)
     for group, gradients in _gradients(model, groups).items():
-        _reduce(gradients, group, groups)
+        _reduce(list(gradients.values()), group, groups)
+        counted = [gradient for name, gradient in gradients.items() if name not in model.copies]
         # Each rank's part of the square of the norm: what several hold is counted once.
-        square += _square(gradients) / (1 if group is None else group.size())
+        if counted:
+            square += _square(counted) / (1 if group is None else group.size())
     total, square = _add_sums(sums, square, groups)
     return total, square.sqrt().float()
 
@@ -60,9 +64,9 @@ def _add_sums(sums: StepSums, square: Tensor, groups: Groups) -> tuple[StepSums,
     return StepSums(dict(zip(sums.scalars, values, strict=True)), loads), square
 
 
-def _gradients(model: Transformer, groups: Groups) -> dict[ProcessGroup | None, list[Tensor]]:
+def _gradients(model: Transformer, groups: Groups) -> dict[ProcessGroup | None, dict[str, Tensor]]:
     """This rank's gradients by the group whose ranks have the same weights and are to add them."""
-    found: dict[ProcessGroup | None, list[Tensor]] = {}
+    found: dict[ProcessGroup | None, dict[str, Tensor]] = {}
     cuts = model.cuts()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} took no part in the step"
@@ -73,7 +77,7 @@ def _gradients(model: Transformer, groups: Groups) -> dict[ProcessGroup | None, 
             group = None if sharded else groups.data
         else:
             group = groups.tensor if sharded else groups.stage
-        found.setdefault(group, []).append(local(parameter.grad))
+        found.setdefault(group, {})[name] = local(parameter.grad)
     return found
 
 
