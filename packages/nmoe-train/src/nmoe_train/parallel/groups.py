@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nmoe_train.errors import TrainError
@@ -33,10 +33,19 @@ Result = TypeVar("Result")
 
 FAILED = "failed"
 USER_ERROR = 2
+NO_DEADLINE = datetime.timedelta(days=365)
+REMEDY = "see what ended that rank, and run the same command again to go on"
 LOST_PEER = re.compile(
     r"(?P<left>connection|broken pipe|end of file|remote process exited)|timed? ?out", re.IGNORECASE
 )
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.0005, 0.05
+
+
+class RankFailed(TrainError):
+    """A rank said that it failed in what all did, after which all are still there."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("E-PEER", what, REMEDY)
 
 
 def _nothing() -> None:
@@ -72,6 +81,8 @@ class Groups:
         self._store, self._meeting = store, meeting
         self.guard: Callable[[], None] = _nothing
         """Called before this rank acts for all; raises where it may no longer."""
+        self.waited_s = 0.0
+        """Seconds that this rank has spent in these groups: adding up, and waiting for others."""
         self._talks = 0
         self._failed_first = False
 
@@ -88,7 +99,7 @@ class Groups:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Adds a tensor over all ranks, in place; returns it. Raises TrainError `E-PEER`."""
         if not self.alone:
-            with self._peers("adding over all ranks"):
+            with self._waiting("adding over all ranks"):
                 dist.all_reduce(tensor)
         return tensor
 
@@ -98,7 +109,7 @@ class Groups:
         `of` says in errors what is added. Without a group the tensor is the sum.
         """
         if group is not None:
-            with self._peers(f"adding {of}"):
+            with self._waiting(f"adding {of}"):
                 dist.all_reduce(tensor, group=group)
         return tensor
 
@@ -164,7 +175,7 @@ class Groups:
             self.fail()
             problem, words = error, " ".join(str(error).split()) or repr(error)
         try:
-            with self._peers("talking to the others"):
+            with self._waiting("talking to the others"):
                 store.set(f"{self._talks}/{self.layout.rank}", _encode(words))
                 failed = self._meet(self.layout.ranks if problem is None else self.layout.rank)
                 if self._talks > 1:
@@ -176,10 +187,10 @@ class Groups:
         if problem is not None:
             raise problem
         if failed < self.layout.ranks:
-            raise _peer_error(f"rank {failed} failed: {self._said(store, failed)}")
+            raise RankFailed(f"rank {failed} failed: {self._said(store, failed)}")
 
     def _said(self, store: Store, rank: int) -> Any:
-        with self._peers("listening to the others"):
+        with self._waiting("listening to the others"):
             return _decode(store.get(f"{self._talks}/{rank}"))
 
     def _meet(self, number: int) -> int:
@@ -217,6 +228,16 @@ class Groups:
                 raise
             with self._peers(doing):
                 raise
+
+    @contextmanager
+    def _waiting(self, doing: str) -> Iterator[None]:
+        """As `_peers`, where this rank waits for others: the time counts as such."""
+        began_s = time.perf_counter()
+        try:
+            with self._peers(doing):
+                yield
+        finally:
+            self.waited_s += time.perf_counter() - began_s
 
     @contextmanager
     def _peers(self, doing: str) -> Iterator[None]:
@@ -293,14 +314,26 @@ def join_groups(
             device_id=device if device.type == "cuda" else None,
         )
         groups = make_groups(layout, device)
-        meeting = dist.new_group(backend="gloo", timeout=timeout)
+        meeting = dist.new_group(
+            backend="gloo", timeout=NO_DEADLINE if connect_s is None else timeout
+        )
         assert isinstance(meeting, dist.ProcessGroup)
     except (RuntimeError, ValueError) as error:
         raise _not_found(layout, connect_s or deadline_s, error) from error
-    for group in (dist.group.WORLD, *groups.values()):
-        _set_pg_timeout(datetime.timedelta(seconds=deadline_s), group)
-    _set_pg_timeout(datetime.timedelta(days=365), meeting)
+    if connect_s is not None:
+        for group in (dist.group.WORLD, *groups.values()):
+            _set_deadline(group, datetime.timedelta(seconds=deadline_s), device)
+        _set_deadline(meeting, NO_DEADLINE, torch.device("cpu"))
     return Groups(layout, PrefixStore("talks", store), meeting, **groups)
+
+
+def _set_deadline(
+    group: dist.ProcessGroup | None, deadline: datetime.timedelta, device: torch.device
+) -> None:
+    """How long operations of a group wait from now on, on the CPU and on the device."""
+    assert group is not None
+    for kind in {"cpu", device.type}:
+        group._get_backend(torch.device(kind))._set_default_timeout(deadline)
 
 
 def _not_found(layout: Layout, deadline_s: float, error: Exception) -> TrainError:
@@ -359,6 +392,4 @@ def _what_befell_a_peer(text: str) -> str:
 
 
 def _peer_error(what: str) -> TrainError:
-    return TrainError(
-        "E-PEER", what, "see what ended that rank, and run the same command again to go on"
-    )
+    return TrainError("E-PEER", what, REMEDY)
