@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from nmoe_data.prep import prep
 from nmoe_train.config import Config
 from nmoe_train.config.load import parse_config
@@ -73,6 +75,29 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], obj
             os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
     return start
+
+
+@pytest.fixture
+def on_ranks(
+    fork: Callable[[Callable[[], object]], Child], tmp_path: Path
+) -> Callable[[int, Callable[[], Any]], list[Any]]:
+    """Run a function on several processes of one gloo group; what it returned on each."""
+
+    def run(ranks: int, function: Callable[[], Any]) -> list[Any]:
+        def one(rank: int) -> None:
+            torch.set_num_threads(1)
+            store = dist.FileStore(str(tmp_path / "store"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            (tmp_path / f"{rank}.pickle").write_bytes(pickle.dumps(function()))
+            dist.barrier()
+
+        children = [fork(lambda rank=rank: one(rank)) for rank in range(ranks)]
+        for child in children:
+            code, _, errors = child.wait()
+            assert code == 0, errors
+        return [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

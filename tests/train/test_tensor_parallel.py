@@ -5,7 +5,6 @@ positions. Everything is compared in fp64 or fp32 with one process's numbers.
 """
 
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,25 +30,9 @@ Together = Callable[[Callable[[TensorParallel], Any]], list[Any]]
 
 
 @pytest.fixture
-def together(fork: Callable[..., Any], tmp_path: Path) -> Together:
-    """Run a function on three processes that share a group; what each returned."""
-
-    def run(function: Callable[[TensorParallel], Any]) -> list[Any]:
-        def one(rank: int) -> None:
-            torch.set_num_threads(1)
-            store = dist.FileStore(str(tmp_path / "store"), RANKS)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-            result = function(TensorParallel(dist.group.WORLD))
-            (tmp_path / f"{rank}.pickle").write_bytes(pickle.dumps(result))
-            dist.barrier()
-
-        children = [fork(lambda rank=rank: one(rank)) for rank in range(RANKS)]
-        for child in children:
-            code, _, errors = child.wait()
-            assert code == 0, errors
-        return [pickle.loads((tmp_path / f"{r}.pickle").read_bytes()) for r in range(RANKS)]
-
-    return run
+def together(on_ranks: Callable[..., list[Any]]) -> Together:
+    """Run a function on three processes that share what they compute; what each returned."""
+    return lambda function: on_ranks(RANKS, lambda: function(TensorParallel(dist.group.WORLD)))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

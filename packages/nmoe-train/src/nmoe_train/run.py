@@ -60,7 +60,8 @@ def _describe(config: Config, layout: Layout) -> str:
     sizes = " ".join(f"{name}={size}" for name, size in layout.sizes().items() if size > 1)
     experts = config.model.moe.experts
     held = len(layout.local_experts(experts))
-    return f"{layout.ranks} processes: {sizes}, {held} of {experts} experts on each"
+    sharded = ", weights sharded over replicas" if config.parallel.fsdp else ""
+    return f"{layout.ranks} processes: {sizes}, {held} of {experts} experts on each{sharded}"
 
 
 def _open_data(config: Config, groups: Groups, observer: ConsoleObserver) -> TrainingData:

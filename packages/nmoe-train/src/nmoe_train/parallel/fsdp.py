@@ -4,6 +4,7 @@ What data-parallel ranks would hold alike is cut over them: dense matrices over 
 share's part, experts over the ranks that hold the same ones. A layer's weights are gathered just
 before they are used, in the format of the activations, while the layer before still computes;
 gradients are summed, not averaged, in fp32. Norms and routers are small and stay whole, in fp32.
+Micro-batches accumulate whole gradients, and ranks add them once, in the last one's backward.
 """
 
 from collections.abc import Iterable
@@ -22,8 +23,8 @@ from nmoe_train.parallel.groups import Groups
 def shard_weights(model: Transformer, groups: Groups, device: torch.device) -> None:
     """Cuts the weights of an initialised model over the ranks that would hold them alike.
 
-    They go to the device layer by layer, each cut before the next comes; what is not cut stays where
-    it was. Call it before the optimizer is built, which then has moments of what is here only.
+    They go to the device layer by layer, each cut before the next comes; what stays whole is not
+    moved. Call it before the optimizer is built, which then has moments of what is here only.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if model.dtype == torch.float32 else model.dtype,
