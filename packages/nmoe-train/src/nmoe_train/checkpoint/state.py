@@ -47,10 +47,11 @@ class Place:
 
 def state_places(model: Transformer) -> dict[str, Place]:
     """Places by the names of `gather_state`; a tensor without one is here as a whole."""
+    cuts = model.cuts()
     return {
-        f"{prefix}.{name}": place
-        for parameter in model.named_parameters()
-        for name, _, place in _apart(*parameter, model)
+        f"{prefix}.{part}": place
+        for name, parameter in model.named_parameters()
+        for part, _, place in _apart(name, parameter, cuts.get(name), model.local_experts)
         if place is not None
         for prefix in ("model", *(f"optimizer.{moment}" for moment in MOMENTS))
     }
@@ -145,33 +146,34 @@ def _named_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         yield f"model.{name}", buffer
+    cuts = model.cuts()
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
         tensors = {"model": parameter.detach()}
         tensors |= {f"optimizer.{m}": moments[m] for m in MOMENTS if m in moments}
-        for part, index, _ in _apart(name, parameter, model):
+        for part, index, _ in _apart(name, parameter, cuts.get(name), model.local_experts):
             for prefix, tensor in tensors.items():
                 here = local(tensor)
                 yield f"{prefix}.{part}", here if index is None else here[index]
 
 
 def _apart(
-    name: str, parameter: Tensor, model: Transformer
+    name: str, parameter: Tensor, cut: Cut | None, experts: range
 ) -> Iterator[tuple[str, int | None, Place | None]]:
     """Names under which a parameter is saved, each with its index in a stack of experts here."""
-    box = _box_of(parameter, model.cuts().get(name))
+    box = _box_of(parameter, cut)
     place = None
     if box is not None:
-        place = Place(box, name in model.cuts(), isinstance(parameter, DTensor))
+        place = Place(box, over_tensor=cut is not None, over_data=isinstance(parameter, DTensor))
     if not STACKED_EXPERTS.search(name):
         yield name, None, place
         return
     stack, _, matrix = name.rpartition(".")
-    experts = model.local_experts
     if box is not None:
         experts = experts[box.slices()[0]]
         rows = Box(box.start[1:], box.shape[1:], box.whole[1:])
-        place = Place(None if rows.shape == rows.whole else rows, False, True)
+        within = None if rows.shape == rows.whole else rows
+        place = Place(within, over_tensor=False, over_data=True)
     for index, expert in enumerate(experts):
         yield f"{stack}.{expert}.{matrix}", index, place
 
