@@ -80,6 +80,61 @@ def run(config: Path, sets: Sets = None, allow_changes: AllowChanges = False) ->
 
 
 @app.command()
+def elastic(
+    config: Path,
+    workers: Annotated[int, typer.Option(help="Workers of this host.")],
+    sets: Sets = None,
+    expected: Annotated[
+        int | None, typer.Option(help="Workers of all hosts.  [default: those of this host]")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="On other hosts: the address that the first one prints.")
+    ] = None,
+) -> None:
+    """Train on several processes, and go on when some of them die or come back."""
+    from nmoe_train.config import load_config
+    from nmoe_train.parallel import check_layout
+
+    checked = load_config(config, sets or [])
+    check_layout(checked)
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+    from nmoe_train.elastic_run import run_elastic, show_logs
+
+    show_logs(logging.INFO)
+    try:
+        with Interrupt():
+            code = run_elastic(checked, workers, expected or workers, store)
+    except KeyboardInterrupt as stop:
+        typer.echo("the same command goes on from what was saved")
+        raise typer.Exit(128 + signal_of(stop)) from None
+    raise typer.Exit(code)
+
+
+@app.command()
+def drill(
+    workers: Annotated[int, typer.Option(min=1, help="Processes that train.")] = 4,
+    kills: Annotated[int, typer.Option(min=0, help="Faults in all, of the kinds below.")] = 6,
+    faults: Annotated[
+        str, typer.Option(help="kill, stop, slow-disk, full-disk, slow-peer, partition.")
+    ] = "kill",
+    seed: Annotated[int, typer.Option(help="Of what happens, and when.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the report to this file.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the runs in this new folder.  [default: thrown away]")
+    ] = None,
+) -> None:
+    """Disturb a small training here at random instants, and see it go on by itself."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+    from nmoe_train.drill.command import drill_command
+
+    raise typer.Exit(drill_command(workers, kills, faults, seed, json_file, out))
+
+
+@app.command()
 def validate(
     config: Annotated[Path | None, typer.Argument()] = None,
     sets: Sets = None,

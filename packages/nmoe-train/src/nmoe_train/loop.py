@@ -22,6 +22,7 @@ from nmoe_kernels import pick_backend
 from nmoe_kernels.rdep import ExpertParallel
 
 from nmoe_train.checkpoint import (
+    complete_checkpoints,
     gather_state,
     newest_sound_checkpoint,
     owned_state,
@@ -34,6 +35,8 @@ from nmoe_train.config import Config
 from nmoe_train.config.fingerprint import fingerprint, result_fields
 from nmoe_train.data import Step, TrainingData, to_step
 from nmoe_train.device import pick_device
+from nmoe_train.elastic.session import RESIZED, Session
+from nmoe_train.elastic.snapshot import count_updates, held_pieces, wanted_pieces
 from nmoe_train.errors import TrainError
 from nmoe_train.eval import validation_loss
 from nmoe_train.interrupt import SIGNALS, Interrupt
@@ -43,7 +46,7 @@ from nmoe_train.model.tensor import TensorParallel
 from nmoe_train.optim import build_optimizer
 from nmoe_train.parallel.experts import exchange_record
 from nmoe_train.parallel.fsdp import shard_weights
-from nmoe_train.parallel.groups import Groups, host_name
+from nmoe_train.parallel.groups import Groups, RankFailed, host_name
 from nmoe_train.parallel.pipeline import Pipeline, held_layers, part_layers
 from nmoe_train.step import step_record, train_step
 from nmoe_train.telemetry import (
@@ -53,6 +56,7 @@ from nmoe_train.telemetry import (
     peak_flops,
     training_flops_per_token,
 )
+from nmoe_train.telemetry.stragglers import Stragglers
 from nmoe_train.telemetry.timers import StageTimer
 
 # Steps in a row without a finite gradient after which going on is pointless.
@@ -95,24 +99,29 @@ def train(
     *,
     experts: ExpertParallel | None = None,
     allow_changes: bool = False,
+    session: Session | None = None,
 ) -> Outcome:
     """Runs the configured training from its newest checkpoint, or from the start, to its end.
 
     `experts`: over which tokens travel to the experts of other ranks; None where each holds all.
     SIGINT and SIGTERM, to any rank, end the run after the step being made, with a checkpoint; a
-    second one at once. Raises TrainError when no checkpoint is sound or the configuration is not
-    the checkpoint's (unless `allow_changes`), DataError when the run folder is in use or cannot be
-    written.
+    second one at once. `session`: this attempt's part in a run that goes on without lost workers;
+    its outcome may be RESIZED, from where the next attempt goes on. Raises TrainError when no
+    checkpoint is sound or the configuration is not the checkpoint's (unless `allow_changes`),
+    DataError when the run folder is in use or cannot be written.
     """
     path = config.run.dir
     with (
         os_errors("use the run folder", path),
-        Interrupt() as interrupt,
         contextlib.ExitStack() as held,
     ):
-        record = groups.first_does(lambda: _hold(path, held))
-        folder = RunFolder(path, record, holds=groups.first)
-        training = _Training(config, data, groups, experts, observer, folder, interrupt)
+        interrupt = held.enter_context(Interrupt()) if session is None else session.interrupt
+        # The launcher of an elastic run, which outlives the workers, has taken the folder.
+        record = groups.first_does(
+            lambda: _hold(path, held) if session is None else next_record(path)
+        )
+        folder = RunFolder(path, record, holds=groups.first, guard=groups.guard)
+        training = _Training(config, data, groups, experts, observer, folder, interrupt, session)
         return training.run(allow_changes)
 
 
@@ -135,9 +144,11 @@ class _Training:
         observer: Observer,
         folder: RunFolder,
         interrupt: Interrupt,
+        session: Session | None,
     ) -> None:
         self.config, self.data, self.groups, self.experts = config, data, groups, experts
         self.observer, self.folder, self.interrupt = observer, folder, interrupt
+        self.session = session
         self.layout = groups.layout
         self.device = pick_device(
             config.run.device,
@@ -178,6 +189,13 @@ class _Training:
         self.peak = peak_flops(self.device, config.telemetry.peak_tflops)
         self.fields = result_fields(config, data.fingerprint, self.layout.sizes())
         self.stopped_by: signal.Signals | None = None
+        self.resized = False
+        self.came_from = "disk"
+        self.recovery: dict[str, Any] | None = None
+        self.stragglers = Stragglers(
+            config.telemetry.straggler_factor, config.telemetry.straggler_steps
+        )
+        self.own_ms = 0.0
         self.step = 0
         self.saved_step = 0
         self.updates = 0
@@ -192,20 +210,74 @@ class _Training:
             self.observer.message(f"the run is complete: step {self.step} of {steps} asked for")
             self.results = self.folder.record["results"]
             return self._outcome("completed")
+        if self.session is not None and self.session.generation.faults:
+            step = self.session.generation.step_before
+            self.folder.event("end", step=step, status="lost a rank")
         self.folder.begin(self.step, **self._description())
         for problem in problems:
             self.folder.event("fault", step=self.step, what=problem)
+        if self.session is not None:
+            self._begin_session(self.session)
         try:
             status = self._attempt()
         except BaseException as error:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            if self.session is not None and self.session.recoverable(error):
+                # What happened is told by those that go on.
+                raise
             # A full disk may refuse these too; the error itself is what the user must see.
             with contextlib.suppress(OSError):
                 self.folder.event("fault", step=self.step, what=str(error) or type(error).__name__)
                 self.folder.end(status, **self.results)
             raise
-        self.folder.end(status, **self.results)
+        if status == RESIZED:
+            self.folder.event("end", step=self.step, status=status)
+        else:
+            self.folder.end(status, **self.results)
         return self._outcome(status)
+
+    def _begin_session(self, session: Session) -> None:
+        """Notes what led to this generation, and copies the state it begins with."""
+        for event in session.opening_events(self.step):
+            self.folder.event(event.pop("event"), **event)
+        self.recovery = session.recovery(self.step, self.came_from)
+        pieces = held_pieces(self.model, self.optimizer)
+        session.memory.open(pieces, self.groups, session.generation.number)
+        if self.step > 0:
+            session.memory.take(pieces, self.step, self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """What a copy in memory must know beside its tensors."""
+        return {
+            "updates": self.updates,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "results": self.results,
+        }
+
+    def _tell_of_recovery(self, session: Session) -> None:
+        """Notes, once training goes on, how long that took."""
+        if self.recovery is not None:
+            seconds = session.seconds_since_fault()
+            self.folder.event("recovery", **self.recovery, seconds=seconds)
+            self.recovery = None
+
+    def _make_way(self, session: Session) -> None:
+        """Keeps the state as it is for the next generation."""
+        if not session.memory.every:
+            self._save()
+        elif not session.memory.has(self.step):
+            pieces = held_pieces(self.model, self.optimizer)
+            session.memory.take(pieces, self.step, self._facts())
+        session.memory.settle(self.step)
+
+    def _finish_step(self, session: Session) -> None:
+        """Says that a step is done, and copies the state if it is time or the last chance."""
+        session.heart.finished(self.step)
+        self._tell_of_recovery(session)
+        memory = session.memory
+        memory.settle(self.step)
+        if memory.every and self.step % memory.every == 0:
+            memory.take(held_pieces(self.model, self.optimizer), self.step, self._facts())
 
     def _attempt(self) -> str:
         """Steps until the end or a signal, saved and validated; the status that this gives."""
@@ -218,6 +290,11 @@ class _Training:
         with self.interrupt.noted(self.observer.message):
             self._steps(metrics)
             metrics.close()
+            if self.session is not None:
+                self._tell_of_recovery(self.session)
+                if self.resized:
+                    self._make_way(self.session)
+                    return RESIZED
             if self.step != self.saved_step:
                 self._save()
         if self.step < self.config.train.steps:
@@ -242,19 +319,21 @@ class _Training:
             self.folder.progress(self.step)
             self.observer.step(record)
             self._give_up_if_hopeless()
+            if self.session is not None:
+                self._finish_step(self.session)
             if self.step % every == 0 or self.step == steps:
-                self._save()
+                self._save_or_go_on()
 
     def _one_step(self, timer: StageTimer) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Trains one step; its metrics record and expert loads, or None where the run must stop."""
-        started_s = time.perf_counter()
+        started_s, waited_s = time.perf_counter(), self.groups.waited_s
         with timer.stage("data"):
             batch = self.loader.batch(
                 self.step, self.config.train.batch_size, self.layout.data_rank, self.layout.dp
             )
             share = to_step(batch)
         share = self._agree(share)
-        if self.stopped_by is not None:
+        if self.stopped_by is not None or self.resized:
             return None
         self.step += 1
         tokens = self.step * self.config.tokens_per_step
@@ -293,14 +372,28 @@ class _Training:
             record |= exchange_record(self.experts.counters().since(moved), self.groups)
         if self.device.type == "cuda":
             record |= _memory_gib(self.device)
+        waited_ms = (self.groups.waited_s - waited_s) * 1e3 + record.get("rdep/wait_ms", 0.0)
+        record["own_ms"] = self.own_ms = max(0.0, record["step_ms"] - waited_ms)
         return record, {"step": self.step, **experts}
 
     def _agree(self, share: Step) -> Step:
-        """Counts the targets of all ranks; with them travels whether one was asked to stop."""
+        """Counts the targets of all ranks.
+
+        With them travels whether one was asked to stop or to make room for a worker, and how long
+        each was at work in the step before.
+        """
         asked = [int(self.interrupt.signal == number) for number in SIGNALS]
+        resize = int(self.session is not None and self.session.heart.resizing())
         counted = share.predictions if self.layout.speaks_for_share else 0
-        predictions, *votes = self.groups.counts(counted, *asked)
-        self.stopped_by = next((n for n, vote in zip(SIGNALS, votes, strict=True) if vote), None)
+        own_us = [0] * self.layout.ranks
+        own_us[self.layout.rank] = round(self.own_ms * 1e3)
+        predictions, resize, *votes = self.groups.counts(counted, resize, *asked, *own_us)
+        asked, own_us = votes[: len(SIGNALS)], votes[len(SIGNALS) :]
+        self.stopped_by = next((n for n, vote in zip(SIGNALS, asked, strict=True) if vote), None)
+        self.resized = resize > 0 and self.stopped_by is None
+        for rank, factor in self.stragglers.observe([us / 1e3 for us in own_us]):
+            what = f"rank {rank} takes {factor:.1f} times as long as the others"
+            self.folder.event("alert", step=self.step, what=what, rank=rank, factor=factor)
         return dataclasses.replace(share, predictions=predictions)
 
     def _count_update(self, *, skipped: bool) -> None:
@@ -374,8 +467,36 @@ class _Training:
         self.save_ms = {"checkpoint/stall_ms": milliseconds, "checkpoint/commit_ms": milliseconds}
         self.folder.event("checkpoint", step=self.step, commit_ms=milliseconds)
 
+    def _save_or_go_on(self) -> None:
+        """Saves; in an elastic run a disk that refuses is an alert, and memory holds the state."""
+        try:
+            self._save()
+        except (OSError, RankFailed) as error:
+            last = self.step == self.config.train.steps or self.stopped_by is not None
+            if self.session is None or last:
+                raise
+            what = f"not saved, training goes on: {error}"
+            self.observer.message(f"warning {what}")
+            self.folder.event("alert", step=self.step, what=what)
+
+    def _remember(self, session: Session) -> bool:
+        """Takes the state that the ranks hold together in memory, if it is the newest there is."""
+        saved_step = self.groups.first_does(lambda: _newest_step(self.folder.checkpoints))
+        pieces = wanted_pieces(self.model, self.optimizer)
+        facts = session.memory.restore(pieces, self.groups, newer_than=saved_step)
+        if facts is None:
+            return False
+        self.step, self.saved_step, self.updates = facts["step"], saved_step, facts["updates"]
+        self.skipped_in_a_row, self.results = facts["skipped_in_a_row"], facts["results"]
+        count_updates(self.optimizer, self.updates)
+        self.came_from = "memory"
+        return True
+
     def _resume(self, allow_changes: bool) -> list[str]:
         """Takes the newest sound checkpoint, if any; returns what should be noted as faults."""
+        if self.session is not None and self._remember(self.session):
+            self.observer.message(f"going on from step {self.step}, from memory")
+            return []
         checkpoint, problems = newest_sound_checkpoint(self.folder.checkpoints, self.groups)
         for problem in problems:
             self.observer.message(f"warning {problem}")
@@ -442,6 +563,12 @@ def _vocab_size(config: Config, data: TrainingData) -> int:
             "raise it, or leave it out to follow the tokenizer",
         )
     return asked
+
+
+def _newest_step(root: Path) -> int:
+    """Step of the newest complete checkpoint; 0 if there is none."""
+    folders = complete_checkpoints(root)
+    return int(folders[0].name.removeprefix("step-")) if folders else 0
 
 
 def _changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from nmoe_data.loader import Loader
 from nmoe_train.config import Config
 from nmoe_train.console import ConsoleObserver
 from nmoe_train.data import TrainingData, open_prepared, prepare
+from nmoe_train.elastic.session import RESIZED, Session
 from nmoe_train.eval import generate
 from nmoe_train.loop import DTYPES, Outcome, train
 from nmoe_train.parallel import Layout
@@ -23,13 +24,18 @@ def run_config(
     observer: ConsoleObserver,
     *,
     allow_changes: bool = False,
+    session: Session | None = None,
 ) -> Outcome:
     """Prepares the data, trains, and reports the held-out loss beside a unigram model's.
 
-    Every rank calls it. Raises TrainError, nmoe_data's DataError or nmoe_kernels' KernelError.
+    Every rank calls it. `session`: this attempt's part in an elastic run, whose launcher has
+    prepared the data. Raises TrainError, nmoe_data's DataError or nmoe_kernels' KernelError.
     """
     with observer:
-        data = _open_data(config, groups, observer)
+        if session is None:
+            data = _open_data(config, groups, observer)
+        else:
+            data = open_prepared(config, verify=False)
         observer.message(
             f"{data.train.tokens:,} training tokens, {data.held_out.tokens:,} held out, "
             f"vocabulary {data.tokenizer.vocab_size:,}"
@@ -41,8 +47,16 @@ def run_config(
             if not groups.alone:
                 observer.message(_describe(config, groups.layout))
             outcome = train(
-                config, data, groups, observer, experts=experts, allow_changes=allow_changes
+                config,
+                data,
+                groups,
+                observer,
+                experts=experts,
+                allow_changes=allow_changes,
+                session=session,
             )
+            if outcome.status == RESIZED:
+                return outcome
             if outcome.status != "completed":
                 observer.message(
                     f"saved at step {outcome.step}; the same command goes on from there"

@@ -354,6 +354,27 @@ class CheckpointConfig(Section):
     """Complete checkpoints kept."""
 
 
+class ElasticConfig(Section):
+    """Going on when workers are lost or come back, under `nmoe-train elastic`."""
+
+    snapshot_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between copies of the state in the memory of this rank and the next; a death costs no
+    more than these. 0 keeps none: a death costs the steps since the newest checkpoint."""
+    beat_s: PositiveFloat = 0.5
+    """Seconds between a worker's signs of life."""
+    deadline_s: PositiveFloat = 15.0
+    """Seconds of silence after which a worker is counted out. One whose process ends, or whose
+    connections break, is noticed at once."""
+    join_s: PositiveFloat = 120.0
+    """Seconds to wait for all workers at the start; after that it starts with those that came."""
+    min_ranks: PositiveInt = 1
+    """Fewest ranks to train with; with fewer the run waits for workers."""
+    min_ep: PositiveInt = 1
+    """Fewest ranks over which experts may be spread, where memory cannot hold more on each."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a worker that failed by an error of its own is started again."""
+
+
 class EvalConfig(Section):
     """Validation on the held-out shards."""
 
@@ -366,6 +387,10 @@ class EvalConfig(Section):
 class TelemetryConfig(Section):
     """Metrics of the run folder."""
 
+    straggler_factor: Annotated[float, Field(gt=1)] = 2.0
+    """A rank whose own part of a step takes this many times the median of all is slow."""
+    straggler_steps: PositiveInt = 5
+    """Steps in a row after which a slow rank is named in an alert."""
     seal_every: PositiveInt = 1000
     """Steps that the live file holds before they are sealed into a Parquet part."""
     peak_tflops: PositiveFloat | None = None
@@ -393,6 +418,8 @@ class Config(Section):
     """Split over processes."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
+    elastic: ElasticConfig = ElasticConfig()
+    """Going on without lost workers."""
     eval: EvalConfig = EvalConfig()
     """Validation."""
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -15,7 +15,7 @@ import re
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -163,6 +163,12 @@ class Groups:
             for rank, tensor in sent.items():
                 works.append(dist.isend(tensor, rank, group=self._meeting, tag=tag))
         return [work for work in works if work is not None]
+
+    def complete(self, works: Iterable[dist.Work]) -> None:
+        """Waits for what `trade` has begun, however long the others take."""
+        with self._waiting("trading with the others"):
+            for work in works:
+                work.wait(NO_DEADLINE)
 
     def _talk(self, store: Store, action: Callable[[], Any]) -> None:
         """Acts, leaves the result in the store, and waits until all ranks have done so."""

@@ -3,3 +3,4 @@
 from pathlib import Path
 
 QUICKSTART = Path(__file__).with_name("quickstart.toml")
+DRILL = Path(__file__).with_name("drill.toml")

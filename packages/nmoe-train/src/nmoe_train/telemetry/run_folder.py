@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,24 @@ class RunFolder:
     """The run folder of a process that holds it alone; `metrics`, `checkpoints` are in it.
 
     A process that does not hold it is given the `record` of the one that does, and writes neither
-    run.json nor events. Raises what `next_record` does.
+    run.json nor events. `guard` is called before anything is written, and raises where this process
+    may not any more. Raises what `next_record` does.
     """
 
     def __init__(
-        self, path: Path, record: dict[str, Any] | None = None, *, holds: bool = True
+        self,
+        path: Path,
+        record: dict[str, Any] | None = None,
+        *,
+        holds: bool = True,
+        guard: Callable[[], None] | None = None,
     ) -> None:
         self.path = path
         self.metrics = path / "metrics"
         self.checkpoints = path / "checkpoints"
         self.record: dict[str, Any] = next_record(path) if record is None else record
         self.completed: bool = self.record["status"] == "completed"
-        self._holds = holds
+        self._holds, self._guard = holds, guard
         self._written_s = 0.0
 
     @property
@@ -84,6 +91,8 @@ class RunFolder:
         """Appends a line to events.jsonl; a line that a full disk cut short is ended first."""
         if not self._holds:
             return
+        if self._guard is not None:
+            self._guard()
         line = json.dumps({"time_unix_s": time.time(), "event": name, **fields}).encode() + b"\n"
         with (self.path / "events.jsonl").open("ab+") as stream:
             if stream.tell():
@@ -96,6 +105,8 @@ class RunFolder:
     def _write(self) -> None:
         if not self._holds:
             return
+        if self._guard is not None:
+            self._guard()
         self._written_s = time.monotonic()
         self.record["updated_unix_s"] = time.time()
         content = json.dumps(self.record, indent=1, default=str).encode()

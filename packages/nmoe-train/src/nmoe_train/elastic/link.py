@@ -1,0 +1,173 @@
+"""A worker's line to the launcher's key-value store, which outlives every worker.
+
+The store (torch's TCPStore) is where workers and coordinator talk: `members` counts numbers given
+out, `news` is a log that workers append to, `beat/<number>` is a worker's newest sign of life,
+`control` what the coordinator wants of all, `generation/<g>` a generation. Process groups of
+generation g find each other under `groups/<g>/`, so nothing of an earlier one is read.
+"""
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from nmoe_train.elastic.membership import Generation
+
+CONTROL, NEWS, MEMBERS = "control", "news", "members"
+CALL_S = 10.0
+POLL_S = 0.002
+
+
+@dataclass
+class Control:
+    """What the coordinator wants of all workers."""
+
+    generation: int = 0
+    """The newest."""
+    stop: int = 0
+    """This generation and those before it have ended: leave."""
+    resize: int = 0
+    """Leave this generation at the next step boundary: it can be a larger one."""
+    lost: list[int] = field(default_factory=list)
+    """Workers that are counted out; one that finds itself here leaves."""
+    roster: dict[str, str] = field(default_factory=dict)
+    """Address of every worker, by number."""
+    end: dict[str, Any] | None = None
+    """How the run has ended: `code`, and `what` for one that failed."""
+
+    def encode(self) -> str:
+        """JSON, for the store."""
+        return json.dumps(asdict(self))
+
+
+class StoreGone(Exception):
+    """The launcher's store does not answer: there is nobody to agree with."""
+
+
+def connect(address: str, timeout_s: float = CALL_S) -> TCPStore:
+    """A client of the store at host:port. Raises StoreGone."""
+    host, _, port = address.rpartition(":")
+    try:
+        return TCPStore(
+            host, int(port), is_master=False, timeout=datetime.timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise StoreGone(f"the store at {address} does not answer") from error
+
+
+class Line:
+    """One thread's client of the store; each method raises StoreGone once it does not answer."""
+
+    def __init__(self, address: str) -> None:
+        self._store: Any = connect(address)
+
+    def read(self, key: str) -> bytes | None:
+        """What a key holds; None if it is not there. Never waits for it."""
+
+        def ask() -> bytes | None:
+            return self._store.get(key) if self._store.check([key]) else None
+
+        return self._call(ask)
+
+    def write(self, key: str, value: str) -> None:
+        """Sets a key."""
+        self._call(lambda: self._store.set(key, value))
+
+    def next_number(self) -> int:
+        """A number that nobody had."""
+        return self._call(lambda: self._store.add(MEMBERS, 1))
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Appends a line to the log that the coordinator reads."""
+        line = json.dumps({"kind": kind, **fields}) + "\n"
+        self._call(lambda: self._store.append(NEWS, line))
+
+    def control(self) -> Control:
+        """What the coordinator wants now."""
+        content = self.read(CONTROL)
+        return Control() if content is None else Control(**json.loads(content))
+
+    def generation(self, number: int) -> Generation:
+        """A generation that `control` has named."""
+        content = self.read(f"generation/{number}")
+        if content is None:
+            raise StoreGone(f"the store has no generation {number}")
+        return Generation.decode(content)
+
+    def _call(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except RuntimeError as error:
+            raise StoreGone(f"the launcher's store does not answer ({error})") from error
+
+
+class GenerationStore(Store):
+    """The store as a generation's process groups see it: waiting ends when the generation does.
+
+    torch's own client waits in C++, where no other thread can call it off; this one asks again and
+    again. `ended` says whether to give up.
+    """
+
+    def __init__(self, address: str, ended: Callable[[], bool]) -> None:
+        super().__init__()
+        self._inner: Any = connect(address)
+        self._ended = ended
+
+    def _await(self, keys: Sequence[str]) -> None:
+        while not self._inner.check(list(keys)):
+            if self._ended():
+                raise RuntimeError("the generation has ended")
+            time.sleep(POLL_S)
+
+    def set(self, key: str, value: Any) -> None:
+        """See torch's Store."""
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Waits for the key."""
+        self._await([key])
+        return self._inner.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """See torch's Store."""
+        return self._inner.add(key, amount)
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        """Waits for all keys, however long."""
+        self._await(keys)
+
+    def check(self, keys: list[str]) -> bool:
+        """See torch's Store."""
+        return self._inner.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        """See torch's Store."""
+        return self._inner.delete_key(key)
+
+    # The name by which C++ calls it.
+    deleteKey = delete_key
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """See torch's Store."""
+        return self._inner.compare_set(key, expected, desired)
+
+    def append(self, key: str, value: Any) -> None:
+        """See torch's Store."""
+        self._inner.append(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Waits for all keys."""
+        self._await(keys)
+        return self._inner.multi_get(keys)
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        """See torch's Store."""
+        self._inner.multi_set(keys, values)
+
+    def has_extended_api(self) -> bool:
+        """Whether there are `append`, `multi_get` and `multi_set`."""
+        return True
