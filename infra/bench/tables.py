@@ -73,6 +73,17 @@ COLUMNS: dict[str, list[Column]] = {
         *((f"{name} TFLOP/s", number(f"{name}_tflops", ".0f")) for name in PRODUCTS),
         ("error", number("error", ".1e")),
     ],
+    "rdep": [
+        ("T, H, E, K", lambda row: row["shape"].replace(",", ", ")),
+        *NAMES,
+        ("dispatch ms", number("dispatch_ms", ".3f")),
+        ("of peer copy", number("dispatch_share", ".0%")),
+        ("combine ms", number("combine_ms", ".3f")),
+        ("of peer copy", number("combine_share", ".0%")),
+        ("layer from a graph ms", number("graph_ms", ".3f")),
+        ("waits of the host", number("host_waits_per_layer", "d")),
+        ("error", number("error", ".1e")),
+    ],
 }
 
 
@@ -104,6 +115,8 @@ def _heading(report: Mapping[str, Any]) -> str:
     )
     if report["bench"] == "moe":
         text += ", the router included"
+    if report["bench"] == "rdep":
+        text += f"; {report['ranks']} GPUs, a copy between them {report['copy_gbps']:.0f} GB/s"
     if ceilings:
         text += (
             f"; in the same run a dense product of {ceilings['dense_size']} cubed "

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-TRANSPORTS = ["p2p"]
+TRANSPORTS = ["p2p", "nvshmem"]
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def test_a_captured_layer_replays_on_new_tokens(transport):
 def test_a_late_peer_is_waited_for_and_past_the_deadline_named(transport):
     late = found(transport)["late"]
     assert late["60.0"] == ""
-    assert late["1.0"].startswith("E-RDEP-LATE: rank 1 did not reach the")
+    assert late["1.0"].startswith("E-RDEP-LATE: rank 1 did not take part in the")
     assert "layer tested" in late["1.0"]
     assert late["1.0 took"] < 3
 

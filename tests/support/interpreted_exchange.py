@@ -1,9 +1,9 @@
 """Runs the kernels of the one-sided exchange for all ranks in Triton's interpreter on the CPU.
 
 A program of its own, since TRITON_INTERPRET must be set before a kernel is imported. Every rank's
-symmetric memory is a CPU tensor, its base address what peers store to; ranks put one after another.
-Waiting is left out: flags are compared instead. It takes ranks, experts, slots and width; prints
-what differs as JSON.
+symmetric memory is a CPU tensor, its base address what peers store to; ranks put one after another,
+so that nobody has to wait: a flag that is not there would end in a note of a late peer. It takes
+ranks, experts, slots and width; prints what differs as JSON.
 """
 
 import json
@@ -14,15 +14,33 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import triton
-from nmoe_kernels.rdep import kernels
+import triton.language as tl
+from nmoe_kernels.rdep import kernels, memory
 from nmoe_kernels.rdep.memory import lay_out
 from nmoe_kernels.rdep.plan import PLANNED_TOKENS, plan_source
 from nmoe_kernels.rdep.protocol import AREAS
 from nmoe_kernels.rdep.transports.contract import Shape
 
 # Enough of one rank for several blocks of the plan.
-TOKENS = (7, 0, 300, 32, 1)
+TOKENS = (9, 0, 300, 32, 1)
 PROGRAMS, TILE = 3, 4
+# As many chunks as longer exchanges have.
+memory.CHUNK_TOKENS = 1
+CHUNKS = memory.MOST_CHUNKS
+
+
+@triton.jit
+def return_kernel(
+    rows_ptr, values_ptr, counts_ptr, bases_ptr, epoch_ptr, chunks_done_ptr,
+    width, slots, me, ranks, tokens_max, putters, rows_at, values_at, flags_at,
+    SLOTS: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first half of `combine_kernel` alone."""
+    kernels.return_rows(
+        rows_ptr, values_ptr, counts_ptr, bases_ptr, tl.load(epoch_ptr) + 1, chunks_done_ptr,
+        width, slots, me, ranks, tokens_max, putters, rows_at, values_at, flags_at, 0,
+        True, False, SLOTS, CHUNKS, TILE, BLOCK,
+    )  # fmt: skip
 
 
 class Rank:
@@ -36,11 +54,13 @@ class Rank:
         self.weights = torch.rand(tokens, shape.slots)
         self.plan = plan_source(self.ids, shape.experts, shape.ranks)
         # What is not written must not be read: bytes of 0xFF are NaN, and ids that are none.
-        self.memory = torch.full((lay_out(shape).size,), 0xFF, dtype=torch.uint8)
-        self.part(lay_out(shape).flags, (shape.ranks,), torch.int64).zero_()
+        self.memory = torch.full((lay_out(shape, staged=True).size,), 0xFF, dtype=torch.uint8)
+        self.part(lay_out(shape, staged=True).flags, (CHUNKS * shape.ranks,), torch.int64).zero_()
         self.received = torch.empty(0)
         self.epoch = torch.zeros(1, dtype=torch.int64)
-        self.done = torch.zeros(1, dtype=torch.int32)
+        self.done, self.ticket = torch.zeros(2, 1, dtype=torch.int32)
+        self.chunks_done = torch.zeros(CHUNKS, dtype=torch.int32)
+        self.clock = torch.zeros(PROGRAMS, dtype=torch.int64)
         # What a wait notes: nothing, where nobody is late.
         self.notes = [torch.zeros(size, dtype=torch.int64) for size in (1, 3, shape.ranks)]
         self.sent = torch.zeros(2, shape.ranks, dtype=torch.int64)
@@ -73,26 +93,29 @@ def main(ranks: int, experts: int, slots: int, width: int) -> None:
     ]
     world = [Rank(shape, tokens) for shape, tokens in zip(shapes, TOKENS, strict=False)]
     bases = torch.tensor([rank.memory.data_ptr() for rank in world])
-    parts, wrong = lay_out(shapes[0]), []
+    parts, wrong = lay_out(shapes[0], staged=True), []
     sizes = {"SLOTS": triton.next_power_of_2(slots), "TILE": TILE, "BLOCK": 16}
     for rank in world:
         wrong += planned(rank)
 
-    for area, with_slots in ((1, True), (0, False), (1, True)):
+    for area, with_slots, staged in ((1, True, False), (0, False, False), (1, True, True)):
         for me, rank in enumerate(world):
             kernels.put_kernel[(PROGRAMS,)](
                 rank.x, rank.ids, rank.weights, rank.plan.slot_TR, rank.plan.rows_R,
                 bases, rank.epoch, rank.done, *rank.sent, len(rank.x), width, slots,
                 experts // ranks, me, ranks, most, 4, parts.rows[area], parts.ids[area],
-                parts.weights[area], parts.counts[area], parts.flags,
-                WITH_SLOTS=with_slots, **sizes,
+                parts.weights[area], parts.counts[area], parts.flags, parts.staging(area),
+                WITH_SLOTS=with_slots, STAGED=staged, **sizes,
             )  # fmt: skip
+        if staged:
+            carry(world, area)
         for me, rank in enumerate(world):
             rows = rank.part(parts.rows[area], (ranks, most, width), torch.float32)
             before = int(rank.epoch)
-            kernels.meet_kernel[(ranks,)](
-                bases, rank.epoch, rank.done, *rank.notes, me, parts.flags, 0, area, AREAS=AREAS
-            )
+            kernels.meet_kernel[(1,)](
+                bases, rank.epoch, rank.clock, *rank.notes, me, ranks, parts.flags, 1, 0, area,
+                RANKS=triton.next_power_of_2(ranks), AREAS=AREAS,
+            )  # fmt: skip
             if rank.notes[1].any() or int(rank.epoch) != before + 1:
                 wrong.append("meeting")
             rank.received = torch.empty(ranks, dtype=torch.int64)
@@ -124,6 +147,28 @@ def main(ranks: int, experts: int, slots: int, width: int) -> None:
         if rank.returned.tolist() != [back, [4 * rows for rows in back]]:
             wrong.append("returned")
     sys.stdout.write(json.dumps(wrong))
+
+
+def carry(world, area):
+    """What the kernel of NVSHMEM does: staged segments go to where their peers expect them."""
+    parts, shape = lay_out(world[0].shape, staged=True), world[0].shape
+    sizes = (shape.ranks, shape.tokens_max)
+    for me, rank in enumerate(world):
+        for peer, other in enumerate(world):
+            if peer == me:
+                continue
+            count = int(rank.plan.rows_R[peer])
+            for part, columns, dtype in (
+                (parts.rows, shape.width, torch.float32),
+                (parts.ids, shape.slots, torch.int32),
+                (parts.weights, shape.slots, torch.float32),
+            ):
+                staged = rank.part(part[-1], (*sizes, columns), dtype)[peer, :count]
+                other.part(part[area], (*sizes, columns), dtype)[me, :count] = staged
+            told = rank.part(parts.counts[-1], (shape.ranks,), torch.int64)[peer]
+            other.part(parts.counts[area], (shape.ranks,), torch.int64)[me] = told
+            flags = other.part(parts.flags, (CHUNKS * shape.ranks,), torch.int64)
+            flags[me] = rank.epoch + 1
 
 
 def planned(rank):
@@ -172,30 +217,42 @@ def combined(world, bases, parts, sizes):
     ranks, most, slots, width = shape.ranks, shape.tokens_max, shape.slots, shape.width
     given = [torch.randn(ranks, most, width) for _ in world]
     values = [torch.randn(ranks, most, slots) for _ in world]
+    cut = {"CHUNKS": CHUNKS, **sizes}
     for me, rank in enumerate(world):
-        kernels.return_kernel[(PROGRAMS,)](
-            given[me], values[me], rank.received, bases, rank.epoch, rank.done, *rank.returned,
-            width, slots, me, ranks, most, 4, parts.rows[area], parts.weights[area], parts.flags,
-            WITH_SLOTS=True, **sizes,
+        kernels.stage_kernel[(PROGRAMS,)](
+            given[me], values[me], rank.received, bases, width, slots, me, ranks, most,
+            parts.rows[area], parts.weights[area], parts.staging(area), WITH_SLOTS=True, **sizes,
         )  # fmt: skip
-    for me, rank in enumerate(world):
-        kernels.meet_kernel[(ranks,)](
-            bases, rank.epoch, rank.done, *rank.notes, me, parts.flags, 0, area, AREAS=AREAS
-        )
-        if rank.notes[1].any() or int(rank.epoch) != 4:
-            wrong.append("meeting after results")
+        rows = rank.part(parts.rows[-1], given[me].shape, torch.float32)
+        slotted = rank.part(parts.weights[-1], values[me].shape, torch.float32)
+        for source, count in enumerate(rank.received.tolist()):
+            if source != me and not (
+                torch.equal(rows[source, :count], given[me][source, :count])
+                and torch.equal(slotted[source, :count], values[me][source, :count])
+            ):
+                wrong.append("staged results")
+    for me, rank in enumerate(world[:-1]):
+        return_kernel[(PROGRAMS,)](
+            given[me], values[me], rank.received, bases, rank.epoch, rank.chunks_done,
+            width, slots, me, ranks, most, PROGRAMS, parts.rows[area], parts.weights[area],
+            parts.flags, **cut,
+        )  # fmt: skip
+    # The last rank finds all others' rows there, and does both at once.
+    for me, rank in reversed(list(enumerate(world))):
+        putters = 2 if me == ranks - 1 else 0
         tokens = len(rank.x)
         y, grads = torch.empty(tokens, width), torch.empty(tokens, slots)
-        areas = (
-            rank.part(parts.rows[area], given[me].shape, torch.float32),
-            rank.part(parts.weights[area], values[me].shape, torch.float32),
-        )
-        if tokens:
-            kernels.sum_kernel[(tokens, triton.cdiv(width, 16))](
-                given[me], values[me], *areas, rank.plan.slot_TR, y, grads,
-                width, slots, me, ranks, most,
-                WITH_SLOTS=True, SLOTS=sizes["SLOTS"], BLOCK=16,
-            )  # fmt: skip
+        kernels.combine_kernel[(PROGRAMS,)](
+            given[me], values[me], rank.received, rank.plan.slot_TR, rank.plan.rows_R, y, grads,
+            bases, rank.epoch, rank.done, rank.chunks_done, rank.ticket, rank.clock, *rank.notes,
+            *rank.returned, tokens, width, slots, me, ranks, most, 4, putters,
+            parts.rows[area], parts.weights[area], parts.flags, 1, 0, area,
+            WITH_SLOTS=True, RANKS=triton.next_power_of_2(ranks), AREAS=AREAS, SUMMED=2, **cut,
+        )  # fmt: skip
+        if rank.notes[1].any() or int(rank.epoch) != 4:
+            wrong.append("meeting after results")
+        if rank.done.any() or rank.ticket.any() or rank.chunks_done.any():
+            wrong.append("counters")
         want, want_grads = torch.zeros(tokens, width), torch.zeros(tokens, slots)
         for token, places in enumerate(rank.plan.slot_TR.tolist()):
             for owner, place in enumerate(places):

@@ -62,7 +62,7 @@ def test_two_processes_verify_and_time_every_contender(tmp_path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {row["contender"]: row for row in json.loads(report.read_text())["rows"]}
     assert "it runs on cuda" in rows["p2p"]["note"]
-    for name in ("collective", "gloo"):
+    for name in ("collective", "all_to_all, gloo"):
         row = rows[name]
         assert "note" not in row and row["error"] < 0.01
         for stage in ("dispatch", "combine"):

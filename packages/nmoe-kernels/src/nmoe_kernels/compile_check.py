@@ -23,6 +23,7 @@ from nmoe_kernels.gemm.launches import CANDIDATES, Launch
 from nmoe_kernels.gemm.plan import TILE_ROWS, RowPlan
 from nmoe_kernels.gemm.products import CLEARED_ROWS
 from nmoe_kernels.rdep import kernels as rdep
+from nmoe_kernels.rdep.memory import MOST_CHUNKS
 from nmoe_kernels.rdep.plan import PLANNED_TOKENS
 from nmoe_kernels.rdep.protocol import AREAS
 from nmoe_kernels.rdep.transports import p2p
@@ -278,34 +279,40 @@ def _exchange() -> Iterator[Kernel]:
     numbers = ("tokens", "width", "slots", "experts", "experts_local", "me", "ranks", "tokens_max")
     offsets = ("rows_at", "ids_at", "weights_at", "values_at", "counts_at", "flags_at")
     shared = {
-        **dict.fromkeys((*numbers, "blocks", "row_bytes", "area"), "i32"),
-        **dict.fromkeys((*offsets, "deadline_ns"), "i64"),
+        **dict.fromkeys((*numbers, "blocks", "row_bytes", "area", "putters", "signals"), "i32"),
+        **dict.fromkeys((*offsets, "deadline_ns", "staging"), "i64"),
         **dict.fromkeys(
             ("bases_ptr", "epoch_ptr", "rows_ptr", "report_ptr", "wait_ns_ptr"), "*i64"
         ),
         **dict.fromkeys(("rows_sent_ptr", "bytes_sent_ptr", "assignments_ptr"), "*i64"),
+        **dict.fromkeys(("expected_ptr", "clock_ptr", "counts_area_ptr"), "*i64"),
         **dict.fromkeys(("done_ptr", "failed_ptr", "slot_ptr", "ids_area_ptr"), "*i32"),
+        **dict.fromkeys(("chunks_done_ptr", "ticket_ptr"), "*i32"),
         **dict.fromkeys(("weights_ptr", "weights_area_ptr", "values_ptr"), "*fp32"),
-        **dict.fromkeys(("x_ptr", "own_ptr", "area_ptr", "out_ptr"), "*bf16"),
-        **dict.fromkeys(("own_values_ptr", "values_area_ptr"), "*fp32"),
-        "counts_area_ptr": "*i64",
+        **dict.fromkeys(("x_ptr", "out_ptr"), "*bf16"),
+        "values_out_ptr": "*fp32",
     }
     planned = {"SLOTS": 8, "BLOCK": PLANNED_TOKENS}
     ids = {"ids_ptr": "*i64", "counts_ptr": "*i32"}
     yield Kernel("exchange, count", rdep.count_kernel, shared | ids, planned)
     placed = {**planned, "BLOCKS": 64}
     yield Kernel("exchange, place", rdep.place_kernel, shared | ids, placed)
+    back = shared | {"rows_ptr": "*bf16", "counts_ptr": "*i64"}
+    met = {"RANKS": 8, "AREAS": AREAS}
+    returned = met | {"CHUNKS": MOST_CHUNKS, "SUMMED": p2p.SUMMED // block}
     for with_slots in (True, False):
         more = f"rows{' and slots' if with_slots else ''}"
-        summed = {"WITH_SLOTS": with_slots, "SLOTS": 8, "BLOCK": 2048}
-        moved = summed | {"TILE": tile, "BLOCK": block}
+        moved = {"WITH_SLOTS": with_slots, "SLOTS": 8, "TILE": tile, "BLOCK": block}
         warps = p2p.WARPS
-        yield Kernel(f"exchange, put of {more}", rdep.put_kernel, shared | ids, moved, warps=warps)
-        returned = shared | {"rows_ptr": "*bf16", "counts_ptr": "*i64"}
-        label = f"exchange, return of {more}"
-        yield Kernel(label, rdep.return_kernel, returned, moved, warps=warps)
-        yield Kernel(f"exchange, sum of {more}", rdep.sum_kernel, shared, summed)
-    yield Kernel("exchange, wait", rdep.meet_kernel, shared, {"AREAS": AREAS}, warps=1)
+        for staged in (False, True):
+            label = f"exchange, {'staging' if staged else 'put'} of {more}"
+            put = {**moved, "STAGED": staged}
+            yield Kernel(label, rdep.put_kernel, shared | ids, put, warps=warps)
+        label = f"exchange, staging of returned {more}"
+        yield Kernel(label, rdep.stage_kernel, back, moved, warps=warps)
+        label = f"exchange, combine of {more}"
+        yield Kernel(label, rdep.combine_kernel, back, moved | returned, warps=warps)
+    yield Kernel("exchange, wait", rdep.meet_kernel, shared, met, warps=1)
     opened = shared | {"ids_ptr": "*i32", "counts_ptr": "*i64"}
     yield Kernel("exchange, open", rdep.open_kernel, opened, {"SLOTS": 8, "TILE": 128})
 

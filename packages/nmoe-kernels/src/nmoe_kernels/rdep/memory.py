@@ -4,7 +4,7 @@ One allocation of torch's symmetric memory holds everything, so that a peer's pa
 an offset that is the same on every rank. It belongs to the object that made it, and is freed when
 the object goes.
 
-Letters: R ranks, T_max most tokens of a rank, K slots, H width.
+Letters: R ranks, T_max most tokens of a rank, K slots, H width, C chunks in which results return.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,21 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
+from nmoe_kernels.hardware import dtype_name
 from nmoe_kernels.rdep.protocol import AREAS
 from nmoe_kernels.rdep.transports.contract import Shape
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 256
 """Bytes to which parts are aligned: more than any vector store needs."""
+MOST_CHUNKS, CHUNK_TOKENS = 8, 512
+"""How results are cut: a flag costs as much time as a few hundred rows."""
 
 
 @dataclass(frozen=True)
 class Parts:
     """Offsets in bytes, by area, of the rows [R, T_max, H], the ids and the weights [R, T_max, K]
-    and the counts [R]; of the flags [R]; and the size of it all.
+    and the counts [R]; of the flags [C, R]; and the size of it all.
     """
 
     rows: tuple[int, ...]
@@ -34,9 +38,21 @@ class Parts:
     flags: int
     size: int
 
+    def staging(self, area: int) -> int:
+        """Bytes from an area to the staging area, the last."""
+        return self.rows[-1] - self.rows[area]
 
-def lay_out(shape: Shape) -> Parts:
-    """Where everything lies, in a rank's symmetric memory; the same on all ranks."""
+
+def chunks_of(shape: Shape) -> int:
+    """C, by which results that have come are summed while others come; 1 for few tokens."""
+    return max(1, min(MOST_CHUNKS, shape.tokens_max // CHUNK_TOKENS))
+
+
+def lay_out(shape: Shape, staged: bool = False) -> Parts:
+    """Where everything lies, in a rank's symmetric memory; the same on all ranks.
+
+    staged: with one more area, in which a rank lays out what it sends.
+    """
     used = 0
 
     def part(numbers: int, itemsize: int) -> int:
@@ -46,15 +62,24 @@ def lay_out(shape: Shape) -> Parts:
         return start
 
     segment_rows = shape.ranks * shape.tokens_max
-    areas = range(AREAS)
-    return Parts(
-        rows=tuple(part(segment_rows * shape.width, shape.dtype.itemsize) for _ in areas),
-        ids=tuple(part(segment_rows * shape.slots, 4) for _ in areas),
-        weights=tuple(part(segment_rows * shape.slots, 4) for _ in areas),
-        counts=tuple(part(shape.ranks, 8) for _ in areas),
-        flags=part(shape.ranks, 8),
-        size=used,
-    )
+    areas: list[tuple[int, int, int, int]] = []
+    # Area after area, so that all parts of one are equally far from those of another.
+    for _ in range(AREAS + staged):
+        rows = part(segment_rows * shape.width, shape.dtype.itemsize)
+        ids, weights = (part(segment_rows * shape.slots, 4) for _ in range(2))
+        areas.append((rows, ids, weights, part(shape.ranks, 8)))
+    flags = part(chunks_of(shape) * shape.ranks, 8)
+    all_rows, all_ids, all_weights, counts = zip(*areas, strict=True)
+    return Parts(all_rows, all_ids, all_weights, counts, flags, used)
+
+
+def misfit(shape: Shape, group: dist.ProcessGroup) -> str | None:
+    """Why these ranks cannot have such memory together, or None; all ranks ask."""
+    told: list[tuple[object, ...]] = [()] * shape.ranks
+    dist.all_gather_object(told, shape.sizes, group=group)
+    if len(set(told)) > 1:
+        return "its ranks were opened with different sizes"
+    return None if shape.dtype in DTYPES else f"rows of {dtype_name(shape.dtype)} are not moved"
 
 
 class SymmetricMemory:
@@ -63,8 +88,8 @@ class SymmetricMemory:
     Made by all ranks of the group together.
     """
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
-        self.parts = lay_out(shape)
+    def __init__(self, shape: Shape, group: dist.ProcessGroup, staged: bool = False) -> None:
+        self.parts = lay_out(shape, staged)
         self._bytes = symmetric.empty(self.parts.size, dtype=torch.uint8, device=shape.device)
         self._bytes.zero_()
         self._mapping = symmetric.rendezvous(self._bytes, group)

@@ -25,7 +25,13 @@ from torch import Tensor
 
 from nmoe_kernels.bench import output
 from nmoe_kernels.bench.command import chosen, hardware
-from nmoe_kernels.bench.exchange.contenders import Contender, all_to_all, open_group, ours
+from nmoe_kernels.bench.exchange.contenders import (
+    Contender,
+    all_to_all,
+    all_to_all_on_device,
+    open_group,
+    ours,
+)
 from nmoe_kernels.bench.exchange.problem import Exchange, draw_exchange, most_crossing
 from nmoe_kernels.bench.exchange.syncs import host_waits
 from nmoe_kernels.bench.inputs import ROUTINGS
@@ -36,12 +42,13 @@ from nmoe_kernels.rdep.plan import plan_source
 
 EXCHANGES: Mapping[str, RouterShape] = {
     "h7168": RouterShape(8192, 7168, 256, 8),
+    "h7168-e32": RouterShape(8192, 7168, 32, 8),
     "h4096": RouterShape(8192, 4096, 128, 8),
     "decode": RouterShape(128, 7168, 256, 8),
     "tiny": RouterShape(256, 64, 16, 4),
 }
 TRANSPORTS = ("p2p", "nvshmem", "collective")
-PEERS = ("all_to_all",)
+PEERS = {"all_to_all": all_to_all, "vdev2d": all_to_all_on_device}
 COPIED_BYTES = 256 << 20
 CALLS = 10
 # A graph of more tokens shows nothing that the stages do not.
@@ -67,7 +74,7 @@ class Options:
 def run_exchange(options: Options) -> None:
     """Measures on every rank. Raises KernelError E-BENCH."""
     transports = chosen("transport", options.transports, TRANSPORTS)
-    peers = chosen("peer", options.peers, PEERS)
+    peers = chosen("peer", options.peers, tuple(PEERS))
     shapes = parse_shapes(options.shapes, RouterShape, EXCHANGES, options.device)
     routings = chosen("routing", options.routings, ROUTINGS)
     blocks = _numbers(options.blocks)
@@ -77,7 +84,7 @@ def run_exchange(options: Options) -> None:
         raise KernelError("E-BENCH", what, f"choose from {', '.join(types)}")
     output.check_targets(options.json_file, options.chart_file)
     _check_started(options.device, shapes)
-    device = _join(options.device)
+    device = _join(options.device, over_nvshmem="nvshmem" in transports or "vdev2d" in peers)
     bench = _Bench(options, device)
     try:
         for shape in shapes:
@@ -107,13 +114,17 @@ def _check_started(device: str, shapes: Sequence[RouterShape]) -> None:
             raise KernelError("E-BENCH", what, "start a number that does, or give another --shape")
 
 
-def _join(device: str) -> torch.device:
+def _join(device: str, over_nvshmem: bool) -> torch.device:
+    """Joins the processes. over_nvshmem: takes symmetric memory from NVSHMEM, if it is there."""
     if device != "cuda":
         dist.init_process_group("gloo")
         return torch.device("cpu")
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(place)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place)
+    if over_nvshmem and symmetric.is_nvshmem_available():
+        # One process has one kind; p2p runs on either.
+        symmetric.set_backend("NVSHMEM")
     return place
 
 
@@ -159,8 +170,16 @@ class _Bench:
             groups.append(group)
             told = blocks if hasattr(group.link, "blocks") else [None]
             contenders += [ours(problem, group, number) for number in told]
-        if peers:
-            contenders.append(all_to_all(problem))
+        for name in peers:
+            if name == "vdev2d" and not _over_nvshmem(self.device):
+                note = "not here: it needs CUDA and NVSHMEM"
+                self._add({"contender": name, "note": note}, problem, routing)
+                continue
+            try:
+                contenders.append(PEERS[name](problem))
+            except RuntimeError as reason:
+                note = f"not here: {str(reason).splitlines()[0]}"
+                self._add({"contender": name, "note": note}, problem, routing)
         rows = {c.name: self._verified(c, problem) for c in contenders}
         sound = [c for c in contenders if "note" not in rows[c.name]]
         for stage in ("plan", "dispatch", "combine"):
@@ -240,6 +259,10 @@ class _Bench:
     def _say(self, text: str) -> None:
         if dist.get_rank() == 0:
             self.console.print(text)
+
+
+def _over_nvshmem(device: torch.device) -> bool:
+    return device.type == "cuda" and symmetric.get_backend(device) == "NVSHMEM"
 
 
 def _once(work: Callable[[], object], device: torch.device, calls: int) -> float:

@@ -1,8 +1,10 @@
-"""What is timed: our transports, and the all-to-all of NCCL (or gloo) with permute and unpermute.
+"""What is timed: our transports, and what others do, with permute and unpermute.
 
-Each gives a dispatch and a combine that can be repeated, and a round trip to verify. `nccl` does
-what is usual: rows in the order of experts, one for every assignment, counts first, which the host
-reads; the receiver brings rows into the order of its experts, and back.
+Each gives a dispatch and a combine that can be repeated, and a round trip to verify. `all_to_all`
+does what is usual: rows in the order of experts, one for every assignment, counts first, which the
+host reads; the receiver brings rows into the order of its experts, and back. `vdev2d` is torch's
+`all_to_all_vdev_2d` over NVSHMEM, which takes the counts on the device and brings rows into the
+order of experts itself.
 
 Letters: R ranks, T tokens, K experts per token, E experts, H width.
 """
@@ -13,6 +15,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from nmoe_kernels.bench.exchange.problem import Exchange
@@ -133,4 +136,64 @@ def all_to_all(problem: Exchange) -> Contender:
     """The peer of every MoE without kernels for its exchange."""
     peer = AllToAll(problem)
     peer.dispatch()
-    return Contender(dist.get_backend(), peer.dispatch, peer.combine, peer.round_trip)
+    backend = "nccl" if problem.x.is_cuda else "gloo"
+    return Contender(f"all_to_all, {backend}", peer.dispatch, peer.combine, peer.round_trip)
+
+
+class AllToAllOnDevice:
+    """The exchange by torch's `all_to_all_vdev_2d`, whose counts stay on the device."""
+
+    def __init__(self, problem: Exchange) -> None:
+        shape, group = problem.shape, dist.group.WORLD
+        assert group is not None
+        self._problem, self._name = problem, group.group_name
+        ranks, assignments = group.size(), shape.tokens * shape.top_k
+
+        def memory(*size: int, dtype: torch.dtype) -> Tensor:
+            tensor = symmetric.empty(*size, dtype=dtype, device=problem.x.device)
+            symmetric.rendezvous(tensor, group)
+            return tensor
+
+        dtype = problem.x.dtype
+        self._rows, self._back = (memory(assignments, shape.width, dtype=dtype) for _ in "ab")
+        # The most that can come: every assignment of every rank.
+        self.received = memory(ranks * assignments, shape.width, dtype=dtype)
+        self._counts = memory(shape.experts, dtype=torch.int64)
+        self._places, self._back_places = (
+            memory(2, shape.experts, dtype=torch.int64) for _ in "ab"
+        )
+
+    def dispatch(self) -> Tensor:
+        """Rows in the order of this rank's experts."""
+        shape, flat = self._problem.shape, self._problem.ids.flatten()
+        self._order = torch.argsort(flat, stable=True)
+        counts = torch.zeros_like(self._counts)
+        self._counts.copy_(counts.scatter_add_(0, flat, torch.ones_like(flat)))
+        torch.index_select(self._problem.x, 0, self._order // shape.top_k, out=self._rows)
+        torch.ops.symm_mem.all_to_all_vdev_2d(
+            self._rows, self.received, self._counts, self._places, self._name, 1
+        )
+        return self.received
+
+    def combine(self) -> Tensor:
+        """The weighted sum of the rows at their tokens."""
+        problem, shape = self._problem, self._problem.shape
+        torch.ops.symm_mem.all_to_all_vdev_2d_offset(
+            self.received, self._back, self._places, self._back_places, self._name
+        )
+        flat = torch.empty_like(self._back)
+        flat[self._order] = self._back
+        by_slot = flat.view(shape.tokens, shape.top_k, shape.width)
+        return torch.einsum("tkh,tk->th", by_slot, problem.weights.to(flat.dtype))
+
+    def round_trip(self) -> Tensor:
+        """Dispatch and combine."""
+        self.dispatch()
+        return self.combine()
+
+
+def all_to_all_on_device(problem: Exchange) -> Contender:
+    """The peer whose host does not wait."""
+    peer = AllToAllOnDevice(problem)
+    peer.dispatch()
+    return Contender("vdev2d", peer.dispatch, peer.combine, peer.round_trip)

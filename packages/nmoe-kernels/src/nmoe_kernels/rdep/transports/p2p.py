@@ -20,19 +20,22 @@ import triton
 from torch import Tensor
 
 from nmoe_kernels.errors import KernelError
-from nmoe_kernels.hardware import dtype_name
 from nmoe_kernels.rdep import kernels
 from nmoe_kernels.rdep.counters import Tally
 from nmoe_kernels.rdep.failures import Place, late
-from nmoe_kernels.rdep.memory import SymmetricMemory
+from nmoe_kernels.rdep.memory import SymmetricMemory, chunks_of, misfit
 from nmoe_kernels.rdep.plan import SourcePlan
 from nmoe_kernels.rdep.protocol import AREAS
 from nmoe_kernels.rdep.transports.contract import Delivery, Shape
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCKS = 32
-"""Programs that put rows: enough to fill the links, few enough to leave the rest to the experts."""
-TILE_BYTES = 65536
+BLOCKS = 64
+"""Programs that move rows: enough to fill the links nearly, few enough to leave room beside."""
+MOST_BLOCKS = 1024
+PUTTERS = 0.5
+"""Share of a combine's programs that return rows first; the others sum what has come."""
+SUMMED = 16384
+"""Numbers that a program sums at once."""
+TILE_BYTES = 32768
 """What a program has in flight."""
 WARPS = 16
 # A local expert as int32 and a weight as fp32.
@@ -43,16 +46,15 @@ REMEMBERED = 64
 
 def why_unusable(shape: Shape, group: dist.ProcessGroup) -> str | None:
     """Why this group cannot use it, or None; all ranks ask together."""
-    if shape.dtype not in DTYPES:
-        return f"rows of {dtype_name(shape.dtype)} are not moved by it"
+    reason = misfit(shape, group)
+    if reason is not None:
+        return reason
     index = shape.device.index if shape.device.index is not None else torch.cuda.current_device()
-    told: list[tuple[str, int, tuple[object, ...]]] = [("", 0, ())] * shape.ranks
-    dist.all_gather_object(told, (socket.gethostname(), index, shape.sizes), group=group)
-    if len({host for host, *_ in told}) > 1:
+    told: list[tuple[str, int]] = [("", 0)] * shape.ranks
+    dist.all_gather_object(told, (socket.gethostname(), index), group=group)
+    if len({host for host, _ in told}) > 1:
         return "its ranks are on several hosts; the transport for those is nvshmem"
-    if len({sizes for *_, sizes in told}) > 1:
-        return "its ranks were opened with different sizes"
-    others = [other for _, other, _ in told if other != index]
+    others = [other for _, other in told if other != index]
     closed = [n for n in others if not torch.cuda.can_device_access_peer(index, n)]
     # What one rank cannot reach, all must know: they choose the same transport.
     closed_by: list[tuple[int, list[int]]] = [(0, [])] * shape.ranks
@@ -73,15 +75,22 @@ class PeerToPeer:
 
     name = "p2p"
     reuses_rows = True
+    staged = False
+    """Whether what goes to others is laid out here first."""
+    signals = 1
+    """How many puts of an epoch a peer's flag counts."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup, tally: Tally) -> None:
         self._shape, self._tally = shape, tally
         self._peers = dist.get_process_group_ranks(group)
-        self._memory: SymmetricMemory | None = SymmetricMemory(shape, group)
+        self._memory: SymmetricMemory | None = SymmetricMemory(shape, group, self.staged)
         device = shape.device
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
         # Programs that are through with what they put or awaited.
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
+        self._chunks_done = torch.zeros(chunks_of(shape), dtype=torch.int32, device=device)
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self._clock = torch.zeros(MOST_BLOCKS, dtype=torch.int64, device=device)
         self._failed = torch.zeros(1, dtype=torch.int32, device=device)
         self._wait_ns = torch.zeros(shape.ranks, dtype=torch.int64, device=device)
         self._report = torch.zeros(3, dtype=torch.int64, pin_memory=True)
@@ -131,34 +140,61 @@ class PeerToPeer:
         self, delivery: Delivery, rows_NH: Tensor, weights_NK: Tensor | None, layer: str
     ) -> tuple[Tensor, Tensor | None]:
         """Brings rows back to where their tokens are, and sums."""
-        shape, plan = self._shape, delivery.plan
-        area = self._begin("combine", layer)
+        shape, plan, tally = self._shape, delivery.plan, self._tally
+        area, parts = self._begin("combine", layer), self._open.parts
+        with_slots = weights_NK is not None
         rows_NH = rows_NH.contiguous()
         values_NK = rows_NH if weights_NK is None else weights_NK.contiguous()
-        with_slots = weights_NK is not None
-        self._return(delivery, rows_NH, values_NK, area, with_slots)
-        self._meet(area)
         tokens = plan.ids_TK.shape[0]
         y_TH = rows_NH.new_empty(tokens, shape.width)
         values_TK = values_NK.new_empty(tokens, shape.slots) if with_slots else y_TH
-        block = min(2048, triton.next_power_of_2(shape.width))
-        if tokens:
-            kernels.sum_kernel[(tokens, triton.cdiv(shape.width, block))](
-                rows_NH,
-                values_NK,
-                *self._areas(area, "rows", "weights"),
-                plan.slot_TR,
-                y_TH,
-                values_TK,
-                shape.width,
-                shape.slots,
-                shape.rank,
-                shape.ranks,
-                shape.tokens_max,
-                WITH_SLOTS=with_slots,
-                SLOTS=self._slots,
-                BLOCK=block,
-            )
+        self._return(delivery, rows_NH, values_NK, area, with_slots)
+        putters = 0 if self.staged else max(1, int(self.blocks * PUTTERS))
+        tile, block = tile_of(shape, max(1, putters))
+        slots_bytes = shape.slots * values_NK.dtype.itemsize if with_slots else 0
+        kernels.combine_kernel[(self.blocks,)](
+            rows_NH,
+            values_NK,
+            delivery.route,
+            plan.slot_TR,
+            plan.rows_R,
+            y_TH,
+            values_TK,
+            self._open.bases,
+            self._epoch,
+            self._done,
+            self._chunks_done,
+            self._ticket,
+            self._clock,
+            self._failed,
+            self._report,
+            self._wait_ns,
+            tally.rows_sent_R,
+            tally.bytes_sent_R,
+            tokens,
+            shape.width,
+            shape.slots,
+            shape.rank,
+            shape.ranks,
+            shape.tokens_max,
+            shape.width * rows_NH.dtype.itemsize + slots_bytes,
+            putters,
+            parts.rows[area],
+            parts.weights[area],
+            parts.flags,
+            self.signals,
+            self._deadline_ns,
+            area,
+            WITH_SLOTS=with_slots,
+            SLOTS=self._slots,
+            RANKS=self._ranks,
+            CHUNKS=1 if self.staged else len(self._chunks_done),
+            AREAS=AREAS,
+            TILE=tile,
+            SUMMED=max(1, min(tile, SUMMED // block)),
+            BLOCK=block,
+            num_warps=WARPS,
+        )
         return y_TH, values_TK if with_slots else None
 
     def wait_seconds(self) -> Tensor:
@@ -199,8 +235,8 @@ class PeerToPeer:
         return triton.next_power_of_2(self._shape.slots)
 
     @property
-    def _tile(self) -> tuple[int, int]:
-        return tile_of(self._shape, self.blocks)
+    def _ranks(self) -> int:
+        return triton.next_power_of_2(self._shape.ranks)
 
     def _begin(self, phase: str, layer: str) -> int:
         """Counts an exchange and gives its area."""
@@ -213,7 +249,7 @@ class PeerToPeer:
     def _put(self, x_TH: Tensor, plan: SourcePlan, area: int, weights_TK: Tensor | None) -> None:
         shape, memory, tally = self._shape, self._open, self._tally
         parts = memory.parts
-        tile, block = self._tile
+        tile, block = tile_of(shape, self.blocks)
         weights = x_TH if weights_TK is None else weights_TK.float().contiguous()
         slots_bytes = 0 if weights_TK is None else shape.slots * SLOT_BYTES
         kernels.put_kernel[(self.blocks,)](
@@ -240,7 +276,9 @@ class PeerToPeer:
             parts.weights[area],
             parts.counts[area],
             parts.flags,
+            parts.staging(area),
             WITH_SLOTS=weights_TK is not None,
+            STAGED=self.staged,
             SLOTS=self._slots,
             TILE=tile,
             BLOCK=block,
@@ -250,49 +288,25 @@ class PeerToPeer:
     def _return(
         self, delivery: Delivery, rows_NH: Tensor, values_NK: Tensor, area: int, with_slots: bool
     ) -> None:
-        """Puts results back at the ranks of their tokens."""
-        shape, memory, tally = self._shape, self._open, self._tally
-        tile, block = self._tile
-        slots_bytes = shape.slots * values_NK.dtype.itemsize if with_slots else 0
-        kernels.return_kernel[(self.blocks,)](
-            rows_NH,
-            values_NK,
-            delivery.route,
-            memory.bases,
-            self._epoch,
-            self._done,
-            tally.rows_sent_R,
-            tally.bytes_sent_R,
-            shape.width,
-            shape.slots,
-            shape.rank,
-            shape.ranks,
-            shape.tokens_max,
-            shape.width * rows_NH.dtype.itemsize + slots_bytes,
-            memory.parts.rows[area],
-            memory.parts.weights[area],
-            memory.parts.flags,
-            WITH_SLOTS=with_slots,
-            SLOTS=self._slots,
-            TILE=tile,
-            BLOCK=block,
-            num_warps=WARPS,
-        )
+        """Sends results back, where a combine's kernel does not do so itself."""
 
     def _meet(self, area: int) -> None:
         """Waits, on the device, until all have put; ends the epoch."""
         shape, memory = self._shape, self._open
-        kernels.meet_kernel[(shape.ranks,)](
+        kernels.meet_kernel[(1,)](
             memory.bases,
             self._epoch,
-            self._done,
+            self._clock,
             self._failed,
             self._report,
             self._wait_ns,
             shape.rank,
+            shape.ranks,
             memory.parts.flags,
+            self.signals,
             self._deadline_ns,
             area,
+            RANKS=self._ranks,
             AREAS=AREAS,
             num_warps=1,
         )
