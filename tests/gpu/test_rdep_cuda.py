@@ -10,7 +10,7 @@ import pytest
 import torch
 
 SUPPORT = Path(__file__).parents[1] / "support"
-CHECKS = ("parity", "repeated", "layers", "captured", "late", "soak")
+CHECKS = ("parity", "repeated", "layers", "captured", "beside", "late", "soak")
 # bf16 rows, and bf16 sums of each owner.
 TOLERANCE = 1e-2
 
@@ -52,6 +52,13 @@ def test_layers_of_several_shapes_are_in_flight_at_once(transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_captured_layer_replays_on_new_tokens(transport):
     assert found(transport)["captured"]["same"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_work_beside_the_exchange_changes_nothing_and_hides_some_of_it(transport):
+    found_beside = found(transport)["beside"]
+    assert found_beside["same"]
+    assert 0 < found_beside["hidden"] <= 1
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -208,6 +208,36 @@ def captured(transport: str) -> dict:
     return {"same": all(same)}
 
 
+def beside(transport: str) -> dict:
+    """Other work beside the exchange: the same results bitwise, and how much of it was hidden."""
+    case = Case(2048, 2048, 512, 16, 4, "uniform")
+    weight = (normal(2048, 2048, seed=5).bfloat16() * 2048**-0.5).requires_grad_()
+    results = []
+    with case.group(transport, 2048) as group:
+        x = case.x.clone().requires_grad_()
+        inputs = (x, weight)
+
+        def work(x):
+            for _ in range(4):
+                x = x @ weight
+            return x
+
+        def routed():
+            own = (case.gate_up[case.own()], case.down[case.own()])
+            return expert_parallel_moe(x, case.routing(case.weights), *own, group, name="tested")
+
+        for _ in range(5):
+            join = group.start_beside(work, x)
+            y = routed() + join()
+            results.append([y, *torch.autograd.grad(y, inputs, case.grad)])
+            y = routed() + work(x)
+            results.append([y, *torch.autograd.grad(y, inputs, case.grad)])
+        counters = group.counters()
+        group.check()
+    same = [all(map(torch.equal, results[0], other)) for other in results]
+    return {"same": all(same), "hidden": counters.hidden_ms / counters.exchange_ms}
+
+
 def late(transport: str) -> dict:
     """Rank 1 comes four seconds late: within the deadline, and past it."""
     case, found = Case(64, 256, 128, 4, 2, "uniform"), {}

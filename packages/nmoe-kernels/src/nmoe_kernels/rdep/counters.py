@@ -27,7 +27,8 @@ class Counters:
     reached no expert, not counted again by a replay. overflow: int64, those of them that the
     group's capacity refused. wait_s_R: float64 on the CPU, seconds stood waiting for each rank, in
     the order of ranks, so that one is charged only for being later than those before it. stage_ms:
-    milliseconds of each of `STAGES`.
+    milliseconds of each of `STAGES`. exchange_ms, hidden_ms: milliseconds of the exchanges that had
+    other work beside them, and those of them in which that work ran.
     """
 
     exchanges: int
@@ -37,6 +38,8 @@ class Counters:
     overflow: Tensor
     wait_s_R: Tensor
     stage_ms: dict[str, float]
+    exchange_ms: float = 0.0
+    hidden_ms: float = 0.0
 
     def since(self, earlier: "Counters") -> "Counters":
         """What came after `earlier`, counters of the same group."""
@@ -57,6 +60,19 @@ class Mark:
     event: torch.cuda.Event | None
 
 
+Interval = tuple[torch.cuda.Event, torch.cuda.Event]
+"""When something began and ended on the device."""
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A stage whose events may not have passed yet, and what ran beside it."""
+
+    name: str
+    interval: Interval
+    beside: Interval | None
+
+
 class Tally:
     """Adds up what `Counters` shows."""
 
@@ -70,7 +86,10 @@ class Tally:
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
         self.overflow = torch.zeros_like(self.dropped)
         self._stage_ms = dict.fromkeys(STAGES, 0.0)
-        self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._exchange_ms = self._hidden_ms = 0.0
+        self._pending: list[_Timed] = []
+        self.beside: Interval | None = None
+        """When the work ran that what is timed now has beside it; None without such work."""
 
     def sent(self, rows_R: Tensor, bytes_per_row: int) -> None:
         """Counts an exchange, with its rows to each rank; those that stay here cost nothing."""
@@ -93,7 +112,8 @@ class Tally:
         if start.event is None or end.event is None:
             self._stage_ms[name] += (end.seconds - start.seconds) * 1e3
         elif not torch.cuda.is_current_stream_capturing():
-            self._pending.append((name, start.event, end.event))
+            beside = None if name == "expert" else self.beside
+            self._pending.append(_Timed(name, (start.event, end.event), beside))
             self._fold(wait=False)
 
     @contextmanager
@@ -114,16 +134,33 @@ class Tally:
             overflow=self.overflow.clone(),
             wait_s_R=wait_s_R.clone(),
             stage_ms=dict(self._stage_ms),
+            exchange_ms=self._exchange_ms,
+            hidden_ms=self._hidden_ms,
         )
 
     def _fold(self, wait: bool) -> None:
         """Reads the event pairs that have passed, or all of them, waiting."""
         left = []
-        for name, start, end in self._pending:
+        for timed in self._pending:
+            ends = [timed.interval[1], *([timed.beside[1]] if timed.beside else [])]
             if wait:
-                end.synchronize()
-            if end.query():
-                self._stage_ms[name] += start.elapsed_time(end)
-            else:
-                left.append((name, start, end))
+                for end in ends:
+                    end.synchronize()
+            if not all(end.query() for end in ends):
+                left.append(timed)
+                continue
+            start, end = timed.interval
+            took_ms = start.elapsed_time(end)
+            self._stage_ms[timed.name] += took_ms
+            if timed.beside:
+                self._exchange_ms += took_ms
+                self._hidden_ms += _common_ms(timed.interval, timed.beside)
         self._pending = left
+
+
+def _common_ms(one: Interval, other: Interval) -> float:
+    """Milliseconds for which two intervals of passed events overlap."""
+    start = one[0]
+    begins = max(0.0, start.elapsed_time(other[0]))
+    ends = min(start.elapsed_time(one[1]), start.elapsed_time(other[1]))
+    return max(0.0, ends - begins)

@@ -11,6 +11,7 @@ T_max the most of any rank, K experts per token, H width.
 import dataclasses
 import logging
 import math
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -66,6 +67,7 @@ class ExpertParallel:
         )
         self.tally = Tally(self.rank, self.ranks, self.shape.device)
         self._link: Transport | None = open_transport(self.settings, self.shape, group, self.tally)
+        self._beside: torch.cuda.Stream | None = None
         self._overflow = torch.zeros_like(self.tally.overflow)
         self.transport = self._link.name
         logger.info("experts: %d ranks, transport %s", self.ranks, self.transport)
@@ -122,6 +124,38 @@ class ExpertParallel:
             self.tally.overflow += beyond
             self._overflow += beyond
         return kept_TK
+
+    def start_beside(self, work: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+        """Begins work on x that needs no exchange, such as a shared expert; returns who waits.
+
+        On CUDA the work runs in a stream of its own, and its backward too, so that it computes
+        while rows travel; elsewhere it is done at once. Call what is returned after the layer.
+        """
+        if self.shape.device.type != "cuda":
+            done = work(x)
+            return lambda: done
+        main = torch.cuda.current_stream(self.shape.device)
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(self.shape.device)
+        beside = self._beside
+        beside.wait_stream(main)
+        # The allocator must not give x away before the other stream has read it.
+        x.record_stream(beside)
+        with torch.cuda.stream(beside):
+            start = self.tally.mark()
+            y = work(x)
+            end = self.tally.mark()
+        if not torch.cuda.is_current_stream_capturing():
+            assert start.event is not None and end.event is not None
+            self.tally.beside = (start.event, end.event)
+
+        def join() -> Tensor:
+            self.tally.beside = None
+            main.wait_stream(beside)
+            y.record_stream(main)
+            return y
+
+        return join
 
     def counters(self) -> Counters:
         """What has been moved, dropped and waited for since the group was made."""

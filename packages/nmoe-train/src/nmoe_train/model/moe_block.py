@@ -3,7 +3,9 @@
 Letters: B sequences, S positions, s of them here, H width, E experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from nmoe_kernels import MoE, RouterConfig, Routing
@@ -44,7 +46,7 @@ class MoEBlock(nn.Module):
         tensor: TensorParallel = WHOLE,
     ) -> None:
         super().__init__()
-        self.tensor = tensor
+        self.tensor, self.expert_parallel = tensor, expert_parallel
         moe = config.moe
         router = RouterConfig(
             experts=moe.experts,
@@ -66,6 +68,7 @@ class MoEBlock(nn.Module):
 
         `positions`: S, of which x holds those of this rank.
         """
+        shared = self._start_shared(x_BsH, positions)
         y_BsH, routing = self.experts(x_BsH)
         report = RoutingReport(
             load_E=routing.load_E,
@@ -73,10 +76,20 @@ class MoEBlock(nn.Module):
             balance_loss=self._balance_loss(routing, x_BsH.shape[0], positions),
             z_loss=z_loss(routing.logits_TE) * (x_BsH.shape[1] / positions),
         )
-        if self.shared is not None:
-            x_BSH = self.tensor.gather(x_BsH, positions)
-            y_BsH = y_BsH + self.tensor.scatter_sum(self.shared(x_BSH))
-        return y_BsH, report
+        return y_BsH if shared is None else y_BsH + shared(), report
+
+    def _start_shared(self, x_BsH: Tensor, positions: int) -> Callable[[], Tensor] | None:
+        """Begins the shared expert, beside the exchange where tokens travel to their experts."""
+        if self.shared is None:
+            return None
+        mlp = self.shared
+
+        def work(x_BsH: Tensor) -> Tensor:
+            return self.tensor.scatter_sum(mlp(self.tensor.gather(x_BsH, positions)))
+
+        if self.expert_parallel is None:
+            return partial(work, x_BsH)
+        return self.expert_parallel.start_beside(work, x_BsH)
 
     def _balance_loss(self, routing: Routing, rows: int, positions: int) -> Tensor:
         """How often a sequence chose an expert counts over all ranks; scores are those here."""

@@ -46,7 +46,9 @@ def exchange_record(step: Counters, groups: Groups) -> dict[str, float]:
     """
     waits_ms = (step.wait_s_R * 1e3).tolist()
     (dropped,) = groups.counts(int(step.dropped))
+    hidden = step.hidden_ms / step.exchange_ms if step.exchange_ms else None
     return {
+        **({} if hidden is None else {"overlap_ratio": hidden}),
         **{f"time_ms/{stage}": milliseconds for stage, milliseconds in step.stage_ms.items()},
         "router/dropped": dropped,
         "rdep/rows": int(step.rows_sent_R.sum()),
