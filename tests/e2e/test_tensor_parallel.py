@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from commands import checkpoint_hashes
 from layout_runs import (
+    CURVES,
     TOLERANCE,
     Case,
     Results,
@@ -94,6 +96,10 @@ CASES = [
     part(3, 2, 2, 1, 2, fsdp=True),
     part(4, 1, 1, 1, 2),
     part(5, 2, 2, 4, None, fsdp=True),
+    *(
+        replace(case("mla", 1, 4, 2, True), name=name, run="same", signal=stop)
+        for name, stop in (("stopped", (3, 4)), ("resumed", None))
+    ),
 ]
 
 
@@ -179,3 +185,15 @@ def test_a_run_goes_on_however_its_weights_were_split(pool: Results) -> None:
     single = pool.run(name_of("mla", 1, 1, 1))
     assert_near(metrics(pool.run("travel-1")), metrics(single), STEPS)
     assert_near_state(saved(pool.run("travel-1"), STEPS), saved(single, STEPS))
+
+
+def test_split_and_sharded_a_stopped_run_ends_with_the_bits_of_one_never_stopped(
+    pool: Results,
+) -> None:
+    whole = name_of("mla", 1, 4, 2, fsdp=True)
+    assert [set(codes(pool, name)) for name in ("stopped", "resumed")] == [{TERMINATED}, {0}]
+    want, got = metrics(pool.run(whole)), metrics(pool.run("resumed"))
+    assert [[row[n] for n in CURVES] for row in got.values()] == [
+        [row[n] for n in CURVES] for row in want.values()
+    ]
+    assert checkpoint_hashes(pool.run("resumed")) == checkpoint_hashes(pool.run(whole))

@@ -11,7 +11,7 @@ import torch
 from nmoe_train.config.load import parse_config
 from nmoe_train.data import prepare
 from nmoe_train.loop import Observer, train
-from nmoe_train.parallel import Layout
+from nmoe_train.parallel.groups import ALONE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +53,7 @@ def run(folder: Path, text: Path, device: str, dtype: str, stop_at: int | None =
         "test",
     )
     observer = Losses(stop_at)
-    train(config, prepare(config, lambda state: None), Layout(), observer)
+    train(config, prepare(config, lambda state: None), ALONE, observer)
     return observer
 
 
