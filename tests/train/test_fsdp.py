@@ -128,6 +128,7 @@ def test_a_sharded_step_is_that_of_one_process(config: Config, on_ranks: OnRanks
 def test_norms_and_routers_stay_whole_and_in_fp32(config: Config, on_ranks: OnRanks) -> None:
     def on_rank() -> list[tuple[str, bool, torch.dtype]]:
         model, _ = sharded(config, torch.bfloat16)
+        assert not [block for block in model.moe_blocks().values() if block.overlaps]
         backward(model, dist.get_rank())
         return [
             (name, isinstance(p, DTensor), p.grad.dtype if p.grad is not None else torch.int8)

@@ -47,6 +47,8 @@ class MoEBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.tensor, self.expert_parallel = tensor, expert_parallel
+        self.overlaps = True
+        """Whether the shared expert may compute in a stream of its own."""
         moe = config.moe
         router = RouterConfig(
             experts=moe.experts,
@@ -87,7 +89,7 @@ class MoEBlock(nn.Module):
         def work(x_BsH: Tensor) -> Tensor:
             return self.tensor.scatter_sum(mlp(self.tensor.gather(x_BsH, positions)))
 
-        if self.expert_parallel is None:
+        if self.expert_parallel is None or not self.overlaps:
             return partial(work, x_BsH)
         return self.expert_parallel.start_beside(work, x_BsH)
 

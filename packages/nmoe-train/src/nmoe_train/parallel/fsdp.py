@@ -44,6 +44,10 @@ def shard_weights(model: Transformer, groups: Groups, device: torch.device) -> N
                 shard_placement_fn=lambda weight: _placement(weight, mesh.size()),
                 ignored_params=small,
             )
+    for block in model.moe_blocks().values():
+        # Gradients are reduced as soon as the layer's own stream is done with the backward, which
+        # may be before a stream beside it has added those of the shared expert.
+        block.overlaps = False
     if groups.data is not None:
         mesh = DeviceMesh.from_group(groups.data, device.type)
         kept = small | (stacks if groups.replicas is None else set())
