@@ -73,7 +73,8 @@ sequences = 18
 class Case:
     """A run of `nmoe-train run` on the first `processes` ranks; `run` names its folder.
 
-    sets: keys to override. signal: (rank, step) after which that rank is asked to stop. fail:
+    sets: keys to override. signal: (rank, step) after which that rank is asked to stop. corrupt:
+    (rank, step) in which a bit of that rank's summed gradients changes. fail:
     (rank, n, "dies" or "full"): what happens to a rank before the n-th durable change that it makes
     to a checkpoint.
     """
@@ -83,6 +84,7 @@ class Case:
     sets: dict[str, object] = field(default_factory=dict)
     run: str = ""
     signal: tuple[int, int] | None = None
+    corrupt: tuple[int, int] | None = None
     fail: tuple[int, int, str] | None = None
 
 
@@ -144,7 +146,7 @@ def run_cases(folder: Path, data: Path, cases: list[Case], processes: int) -> Re
     for case in cases:
         sets = {"run.dir": results.run(case.name), "data.dir": data, **case.sets}
         overrides = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
-        hooks = {"signal": case.signal, "fail": case.fail}
+        hooks = {"signal": case.signal, "fail": case.fail, "corrupt": case.corrupt}
         listed.append(
             {
                 "name": case.name,

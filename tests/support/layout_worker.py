@@ -23,6 +23,7 @@ from unittest.mock import patch
 import nmoe_train.checkpoint.folder as checkpoints
 import nmoe_train.loop as loop
 import nmoe_train.run as run
+import nmoe_train.step as step
 import torch
 import torch.distributed as dist
 from nmoe_train.checkpoint import gather_state
@@ -77,7 +78,7 @@ def fail_at(patches: ExitStack, rank: int, number: int, error: str) -> None:
     left, remove = number, shutil.rmtree
 
     def counted(real: Callable[..., None]) -> Callable[..., None]:
-        def call(path: Path, *content: bytes) -> None:
+        def call(path: Path, *content: Any) -> None:
             nonlocal left
             left -= 1
             if left == 0 and error == "full":
@@ -95,9 +96,26 @@ def fail_at(patches: ExitStack, rank: int, number: int, error: str) -> None:
 
     if rank == RANK:
         patches.enter_context(patch.object(shutil, "rmtree", remove_unless_dead))
-        for name in ("sync_path", "atomic_write"):
+        for name in ("_save_tensors", "sync_path", "atomic_write"):
             function = counted(getattr(checkpoints, name))
             patches.enter_context(patch.object(checkpoints, name, function))
+
+
+def corrupt_at(patches: ExitStack, rank: int, number: int) -> None:
+    """Changes the last bit of one gradient of a rank, once those of a step are added up."""
+    real, left = step.reduce_step, number
+
+    def reduce(model: Any, *arguments: Any) -> Any:
+        nonlocal left
+        result = real(model, *arguments)
+        left -= 1
+        if left == 0 and rank == RANK:
+            gradient = next(model.parameters()).grad
+            assert gradient is not None
+            gradient.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        return result
+
+    patches.enter_context(patch.object(step, "reduce_step", reduce))
 
 
 def train(case: dict[str, Any], recorder: Recorder) -> int | str:
@@ -111,6 +129,8 @@ def train(case: dict[str, Any], recorder: Recorder) -> int | str:
             (sys, "argv", ["nmoe-train", "run", *case["arguments"]]),
         ):
             patches.enter_context(patch.object(module, name, function))
+        if "corrupt" in case:
+            corrupt_at(patches, *case["corrupt"])
         if "fail" in case:
             fail_at(patches, *case["fail"])
         try:

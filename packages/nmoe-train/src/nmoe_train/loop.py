@@ -44,6 +44,7 @@ from nmoe_train.model import Transformer, initialise
 from nmoe_train.model.costs import count_weights
 from nmoe_train.model.tensor import TensorParallel
 from nmoe_train.optim import build_optimizer
+from nmoe_train.parallel.checksums import differing_ranks
 from nmoe_train.parallel.experts import exchange_record
 from nmoe_train.parallel.fsdp import shard_weights
 from nmoe_train.parallel.groups import Groups, RankFailed, host_name
@@ -315,6 +316,8 @@ class _Training:
             evaluate = self.config.eval.every and self.step % self.config.eval.every == 0
             if evaluate or self.step == steps:
                 record["loss/validation"] = self._validate()
+            # One that was stopped here, and replaced, has nothing to add to the record.
+            self.groups.guard()
             metrics.step(record, experts)
             self.folder.progress(self.step)
             self.observer.step(record)
@@ -338,6 +341,7 @@ class _Training:
         self.step += 1
         tokens = self.step * self.config.tokens_per_step
         moved = None if self.experts is None else self.experts.counters()
+        every = self.config.telemetry.gradient_checksum_every
         result = train_step(
             self.model,
             self.optimizer,
@@ -347,6 +351,7 @@ class _Training:
             timer,
             self.groups,
             self.pipeline,
+            self._compare_gradients if every and self.step % every == 0 else None,
         )
         scalars, experts = step_record(result)
         self._count_update(skipped=bool(scalars.pop("skipped")))
@@ -375,6 +380,12 @@ class _Training:
         waited_ms = (self.groups.waited_s - waited_s) * 1e3 + record.get("rdep/wait_ms", 0.0)
         record["own_ms"] = self.own_ms = max(0.0, record["step_ms"] - waited_ms)
         return record, {"step": self.step, **experts}
+
+    def _compare_gradients(self) -> None:
+        """Names ranks whose gradients are not those of the others that must have the same."""
+        for rank in differing_ranks(self.model, self.groups):
+            what = f"the gradients of rank {rank} are not those of its replicas"
+            self.folder.event("alert", step=self.step, what=what, rank=rank)
 
     def _agree(self, share: Step) -> Step:
         """Counts the targets of all ranks.

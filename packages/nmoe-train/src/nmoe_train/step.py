@@ -6,7 +6,7 @@ sequences. Each part of the batch gives its part of that mean, and parts add up.
 nothing back from the device until the step is queued.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,14 @@ def train_step(
     timer: StageTimer,
     groups: Groups = ALONE,
     pipeline: Pipeline | None = None,
+    reduced: Callable[[], None] | None = None,
 ) -> StepResult:
     """Trains on this rank's share of one global batch; `tokens` counts those seen after it.
 
-    `pipeline`: the stage that the model is part of; None where it is all of it. What the step
-    reports is the global batch's, the same on every rank. A gradient norm that is not finite leaves
-    weights, moments and router biases as they were.
+    `pipeline`: the stage that the model is part of; None where it is all of it. `reduced` is called
+    once the gradients of all ranks are added up. What the step reports is the global batch's, the
+    same on every rank. A gradient norm that is not finite leaves weights, moments and router biases
+    as they were.
     """
     device = model.device
     total = _nothing_yet(config, device)
@@ -68,6 +70,8 @@ def train_step(
     if not groups.alone:
         with timer.stage("reduce"):
             total, norm = reduce_step(model, total, groups)
+            if reduced is not None:
+                reduced()
     sums, loads = total.scalars, total.loads
     with timer.stage("optimizer"):
         sums["grad_norm"] = clip_gradients(model.parameters(), config.train.clip_norm, norm)

@@ -391,6 +391,9 @@ class TelemetryConfig(Section):
     """A rank whose own part of a step takes this many times the median of all is slow."""
     straggler_steps: PositiveInt = 5
     """Steps in a row after which a slow rank is named in an alert."""
+    gradient_checksum_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between comparisons of the summed gradients over ranks that must have the same; an
+    alert names the rank that differs. 0 never compares."""
     seal_every: PositiveInt = 1000
     """Steps that the live file holds before they are sealed into a Parquet part."""
     peak_tflops: PositiveFloat | None = None

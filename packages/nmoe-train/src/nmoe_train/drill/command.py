@@ -1,13 +1,17 @@
 """What `nmoe-train drill` does with its options: prints progress, the report, and a sentence."""
 
 import json
+import os
+import platform
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 
+from nmoe_train import __version__
 from nmoe_train.drill.plan import KINDS, Kind, plan_faults
 from nmoe_train.drill.run import Drill, show
 from nmoe_train.errors import TrainError
@@ -38,7 +42,9 @@ def drill_command(
         report = Drill(folder, workers, plan, tell).run()
     show(report, console)
     if json_file is not None:
-        json_file.write_text(json.dumps({"seed": seed, **report.as_json()}, indent=1) + "\n")
+        asked = {"workers": workers, "count": count, "kinds": kinds, "seed": seed}
+        content = {**asked, **_machine(), **report.as_json()}
+        json_file.write_text(json.dumps(content, indent=1) + "\n")
     console.print(report.sentence(), soft_wrap=True, highlight=False)
     return 0 if report.passed else 1
 
@@ -51,6 +57,16 @@ def _kinds(named: Sequence[str]) -> list[Kind]:
             "E-DRILL", f"there is no fault {unknown[0]!r}", f"choose of {', '.join(KINDS)}"
         )
     return [kind for kind in KINDS if kind in wanted]
+
+
+def _machine() -> dict[str, object]:
+    """Where this was, for who reads the file later."""
+    return {
+        "nmoe_train": __version__,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
 
 
 def _new(folder: Path) -> Path:

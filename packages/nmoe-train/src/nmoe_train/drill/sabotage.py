@@ -123,13 +123,15 @@ class _Sabotage(threading.Thread):
             self._shut_down(with_store=told["cuts_store"])
 
     def _shut_down(self, *, with_store: bool) -> None:
-        for descriptor in list(cut._sockets()):
-            with contextlib.suppress(OSError):
-                shared = socket.socket(fileno=os.dup(descriptor))
-                with shared:
-                    leads_to_store = shared.getpeername()[1] == self._store_port
-                    if with_store or not leads_to_store:
-                        shared.shutdown(socket.SHUT_RDWR)
+        for descriptor in cut.open_sockets():
+            if with_store or not self._leads_to_store(descriptor):
+                cut.shut_down(descriptor)
+
+    def _leads_to_store(self, descriptor: int) -> bool:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as shared:
+            port: int = shared.getpeername()[1]
+            return port == self._store_port
+        return False
 
     def _reaches(self, real: Callable[[int, int, str], bool]) -> Callable[[int, int, str], bool]:
         def reaches(own: int, number: int, address: str) -> bool:

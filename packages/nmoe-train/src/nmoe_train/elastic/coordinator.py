@@ -91,14 +91,9 @@ class Coordinator:
         return self.control.end
 
     @property
-    def running(self) -> bool:
-        """Whether a generation trains, with nothing against it."""
-        return self.generation is not None and self._ending is None
-
-    def worker_at(self, place: tuple[int, int]) -> int | None:
-        """Number of the worker at a place."""
-        found = (n for n, known in self._workers.items() if known.worker.place == place)
-        return max(found, default=None)
+    def alone(self) -> bool:
+        """Whether no worker is left, as far as is known."""
+        return not self._workers
 
     def finish(self, code: int, what: str) -> None:
         """Ends the run."""

@@ -17,29 +17,20 @@ DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Connections:
-    """The sockets that are opened inside the `with` block, to be shut down by any thread."""
+    """The connections that this process opens from now on, to be shut down by any thread.
+
+    Groups are made when they are needed, so that nothing but time tells theirs from others; who
+    else has one open, such as an upload, finds it broken and tries again.
+    """
 
     def __init__(self) -> None:
-        self._before: dict[int, str] = {}
-        self._opened: set[str] | None = None
-
-    def __enter__(self) -> "Connections":
-        self._before = _sockets()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened = self._new()
+        self._before = set(open_sockets().values())
 
     def cut(self) -> None:
-        """Shuts them down; inside the block, those that were opened so far."""
-        opened = self._new() if self._opened is None else self._opened
-        for descriptor, name in _sockets().items():
-            if name in opened:
-                _shut_down(descriptor)
-
-    def _new(self) -> set[str]:
-        before = set(self._before.values())
-        return {name for name in _sockets().values() if name not in before}
+        """Shuts down all that are open by now."""
+        for descriptor, name in open_sockets().items():
+            if name not in self._before:
+                shut_down(descriptor)
 
 
 def abort_groups(device: torch.device) -> None:
@@ -48,7 +39,7 @@ def abort_groups(device: torch.device) -> None:
         dist.distributed_c10d._abort_process_group()
 
 
-def _sockets() -> dict[int, str]:
+def open_sockets() -> dict[int, str]:
     """The sockets of this process: the kernel's name of each, by descriptor."""
     found = {}
     for entry in DESCRIPTORS.iterdir():
@@ -59,7 +50,8 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _shut_down(descriptor: int) -> None:
+def shut_down(descriptor: int) -> None:
+    """Ends a connection at both ends; leaves alone what is none."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as shared:
         # Only what is connected: gloo does not bear the loss of a socket that it listens on.
         shared.getpeername()

@@ -108,8 +108,11 @@ class Launcher:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has ended and no worker of this host is left."""
-        return self._ending and all(slot.process is None for slot in self._slots)
+        """Whether the run has ended and no worker that needs this launcher is left."""
+        if not self._ending or any(slot.process is not None for slot in self._slots):
+            return False
+        late = self._leave_by_s is not None and time.monotonic() > self._leave_by_s
+        return self.coordinator is None or self.coordinator.alone or late
 
     @property
     def exit_code(self) -> int:
@@ -176,7 +179,14 @@ class Launcher:
             args=(self._main, self._config, self.store, slot.place, self._log),
             daemon=True,
         )
-        slot.process.start()
+        try:
+            slot.process.start()
+        except (EOFError, OSError) as error:
+            raise TrainError(
+                "E-WORKER",
+                f"no worker can be started: what they are forked from is gone ({error!r})",
+                "see what it said above, and run the same command again",
+            ) from error
 
     def _note_exit(self, slot: _Slot, process: ForkServerProcess, code: int) -> None:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
@@ -232,10 +242,12 @@ def run_worker(main: str, config: Config, store: str, place: Place, log: Path | 
 
 def _own_address() -> str:
     """An address of this host at which other hosts reach it."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # No packet is sent: this only asks the kernel for the route to elsewhere.
+        probe.connect(("192.0.2.1", 9))
+        address: str = probe.getsockname()[0]
+        return address
+    return "127.0.0.1"
 
 
 def _is_stopped(pid: int) -> bool:

@@ -149,7 +149,8 @@ class ElasticWorker:
         """
         seen: dict[int, str] | None = None
         said: list[int] | None = None
-        probed_s, told_s = 0.0, time.monotonic()
+        probed_s, asked_s = 0.0, time.monotonic()
+        patience_s = 2 * self._config.elastic.deadline_s
         while self._heart.control.end is None:
             self._heart.check()
             newest = self._heart.control.generation
@@ -173,7 +174,10 @@ class ElasticWorker:
                 if reached != said:
                     said = reached
                     self._line.tell("reached", number=self._number, reached=reached)
-            if interrupt.signal is not None and last == 0 and now_s - told_s > PROBE_EVERY_S:
+            if interrupt.signal is None:
+                asked_s = now_s
+            elif now_s - asked_s > (PROBE_EVERY_S if last == 0 else patience_s):
+                # There is no generation that could save what this worker knows.
                 self._goodbye(interrupt.signal)
                 return None
             time.sleep(WAIT_S)
@@ -197,8 +201,7 @@ class ElasticWorker:
 
         self._heart.enter(generation.number, cut)
         try:
-            with connections:
-                groups = self._join(generation, layout)
+            groups = self._join(generation, layout)
             groups.guard = self._heart.guard
             yield groups
         except BaseException:

@@ -43,7 +43,7 @@ def reduce_step(model: Transformer, sums: StepSums, groups: Groups) -> tuple[Ste
     The norm (fp32 scalar) and the sums (scalars fp64, loads int64) are the same on every rank.
     """
     square = torch.zeros((), dtype=torch.float64, device=model.device)
-    for group, gradients in _gradients(model, groups).items():
+    for group, gradients in gradients_by_group(model, groups).items():
         _reduce(list(gradients.values()), group, groups)
         counted = [gradient for name, gradient in gradients.items() if name not in model.copies]
         # Each rank's part of the square of the norm: what several hold is counted once.
@@ -64,7 +64,9 @@ def _add_sums(sums: StepSums, square: Tensor, groups: Groups) -> tuple[StepSums,
     return StepSums(dict(zip(sums.scalars, values, strict=True)), loads), square
 
 
-def _gradients(model: Transformer, groups: Groups) -> dict[ProcessGroup | None, dict[str, Tensor]]:
+def gradients_by_group(
+    model: Transformer, groups: Groups
+) -> dict[ProcessGroup | None, dict[str, Tensor]]:
     """This rank's gradients by the group whose ranks have the same weights and are to add them."""
     found: dict[ProcessGroup | None, dict[str, Tensor]] = {}
     cuts = model.cuts()

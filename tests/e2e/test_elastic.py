@@ -1,0 +1,169 @@
+"""Runs that go on by themselves: drills, a signal to the launcher, a rank with other gradients.
+
+A drill compares its losses with those of an undisturbed run, within 1e-5 as sums in fp32 are taken
+in another order on another layout; they were measured within 2e-7.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from commands import checkpoint_hashes
+from layout_runs import Case, metrics, run_cases
+from nmoe_data.prep import prep
+from nmoe_train.drill.plan import KINDS, TAIL_STEPS, plan_faults
+from nmoe_train.drill.report import losses, read_events
+from nmoe_train.drill.run import Drill
+from nmoe_train.presets import DRILL
+
+WORKERS = 4
+
+
+def drill(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """Runs the command; its report and what it printed. It must have passed."""
+    report = folder / "report.json"
+    command = ["drill", "--workers", str(WORKERS), "--json", str(report), *options]
+    done = subprocess.run(
+        [sys.executable, "-m", "nmoe_train", *command, "--out", str(folder / "runs")],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return json.loads(report.read_text()), output
+
+
+@pytest.mark.slow
+def test_twenty_random_kills_are_survived_with_no_trace_in_the_losses(tmp_path: Path) -> None:
+    report, output = drill(tmp_path, "--kills", "20", "--seed", "7")
+    assert output.splitlines()[-1].startswith("passed: all 20 of 20 faults survived")
+    assert len(report["faults"]) == 20
+    run = tmp_path / "runs" / "disturbed"
+    events = read_events(run)
+    lost = [event["worker"] for event in events if event["event"] == "fault"]
+    assert len(set(lost)) == 20, "each kill is told of"
+    recoveries = [event for event in events if event["event"] == "recovery"]
+    assert all(event["seconds"] < 60 for event in recoveries)
+    assert {event["from"] for event in recoveries} <= {"memory", "disk"}
+    assert "memory" in {event["from"] for event in recoveries}
+    # Most deaths cost the steps since the last copy, two at most; others those since a checkpoint.
+    assert sorted(event["steps_lost"] for event in recoveries)[len(recoveries) // 2] <= 2
+    record = json.loads((run / "run.json").read_text())
+    assert record["status"] == "completed"
+    assert len(losses(run)) == report["steps"]
+
+
+@pytest.mark.slow
+def test_each_kind_of_fault_is_noticed_and_survived(tmp_path: Path) -> None:
+    report, _ = drill(tmp_path, "--kills", "6", "--faults", ",".join(KINDS), "--seed", "3")
+    rows = {row["kind"]: row for row in report["faults"]}
+    assert rows.keys() == set(KINDS)
+    events = read_events(tmp_path / "runs" / "disturbed")
+    # A stopped worker is counted out after the deadline, and hurts nobody when it wakes up: what it
+    # was about to write for its generation is written by nobody.
+    assert rows["stop"]["detected_s"] >= 4.5
+    stopped = next(e for e in events if "did not answer" in e.get("what", ""))
+    assert stopped["detected_s"] >= 5.0
+    # Exactly one side of a split network goes on: at no time do two attempts make steps.
+    run = tmp_path / "runs" / "disturbed"
+    attempts = json.loads((run / "run.json").read_text())["attempts"]
+    begun = [e["step"] for e in events if e["event"] in ("start", "resume")]
+    assert [attempt["from_step"] for attempt in attempts] == begun
+    spans = [span for n in range(len(attempts)) if (span := times_of_steps(run, n + 1))]
+    assert len(spans) >= 4
+    for before, after in pairwise(spans):
+        assert before[1] <= after[0]
+
+
+def times_of_steps(run: Path, attempt: int) -> tuple[float, float] | None:
+    """When the first and the last record of any rank in an attempt was made."""
+    times: list[float] = []
+    for path in (run / "metrics").glob(f"{attempt}-*"):
+        if path.suffix == ".parquet" and "experts" not in path.name:
+            times += pq.read_table(path)["time_unix_s"].to_pylist()
+        elif "experts" not in path.name:
+            times += [json.loads(line)["time_unix_s"] for line in path.read_text().splitlines()]
+    return (min(times), max(times)) if times else None
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    texts = (f"{number} tokens go to some experts " * (number % 5 + 1) for number in range(300))
+    lines = (json.dumps({"text": text}) for text in texts)
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    prep(folder / "text.jsonl", folder / "data", tokenizer="bytes", held_out=0.2)
+    return folder / "data"
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_ends_the_run_with_a_checkpoint_and_it_goes_on(
+    tmp_path: Path, data_dir: Path
+) -> None:
+    run = tmp_path / "run"
+    sets = {"run.dir": run, "data.dir": data_dir, "train.steps": 60, "checkpoint.every": 40}
+    overrides = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "nmoe_train", "elastic", str(DRILL), "--workers", "2"]
+
+    def start() -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*command, *overrides, "--set", "parallel.ep=2"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    process = start()
+    live, deadline = run / "metrics" / "1-0.jsonl", time.monotonic() + 240
+    while not (live.exists() and live.read_text().count("\n") >= 3):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 128 + signal.SIGTERM, output
+    record = json.loads((run / "run.json").read_text())
+    assert record["status"] == "interrupted"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{record['step']:08d}"]
+
+    process = start()
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    assert f"resuming from step-{record['step']:08d}" in output
+    assert json.loads((run / "run.json").read_text())["status"] == "completed"
+    assert checkpoint_hashes(run)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_summed_gradients_differ_is_named(tmp_path: Path, data_dir: Path) -> None:
+    sets = {"train.steps": 4, "telemetry.gradient_checksum_every": 1, "checkpoint.every": 4}
+    case = Case("odd", 3, {**sets, "parallel.ep": 1}, corrupt=(1, 3))
+    results = run_cases(tmp_path, data_dir, [case], processes=3)
+    assert [rank.result["code"] for rank in results.ranks("odd")] == [0, 0, 0]
+    alerts = [e for e in read_events(results.run("odd")) if e["event"] == "alert"]
+    named = [(e["step"], e["rank"]) for e in alerts if "gradients" in e["what"]]
+    # From then on its weights differ, but not what all ranks' gradients add up to.
+    assert named == [(3, 1)]
+    assert len(metrics(results.run("odd"))) == 4
+
+
+def test_what_happens_in_a_drill_is_a_function_of_its_seed() -> None:
+    plans = [plan_faults(KINDS, 12, 4, seed) for seed in (1, 1, 2)]
+    assert plans[0] == plans[1] != plans[2]
+    assert {fault.kind for fault in plans[0].faults} == set(KINDS)
+    steps = [fault.step for fault in plans[0].faults]
+    assert steps == sorted(steps)
+    assert plans[0].steps == steps[-1] + TAIL_STEPS
+    assert Drill(Path(), 4, plans[0], str).plan.steps == plans[0].steps
