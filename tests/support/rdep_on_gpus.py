@@ -218,9 +218,9 @@ def beside(transport: str) -> dict:
         inputs = (x, weight)
 
         def work(x):
-            for _ in range(4):
-                x = x @ weight
-            return x
+            # Long enough to be at work when the rows are sent, however slow the host is.
+            torch.cuda._sleep(20_000_000)
+            return x @ weight
 
         def routed():
             own = (case.gate_up[case.own()], case.down[case.own()])
