@@ -69,6 +69,7 @@ ORDER = {
         "model",
         "data",
         "optim parallel telemetry checkpoint eval",
+        "plan",
         "elastic",
         "step",
         "loop",

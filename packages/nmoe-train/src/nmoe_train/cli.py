@@ -158,6 +158,41 @@ def validate(
 
 
 @app.command()
+def plan(
+    config: Path,
+    sets: Sets = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes.  [default: parallel.dp * tp * pp]"),
+    ] = None,
+) -> None:
+    """Say what each rank would hold, keep and send, for any number of ranks, without starting."""
+    from nmoe_train.config import load_config
+    from nmoe_train.parallel import current_layout
+
+    checked = load_config(config, sets or [])
+    sizes = checked.parallel
+    count = ranks or (sizes.dp or 1) * sizes.tp * sizes.pp
+    layout = current_layout(checked, {"WORLD_SIZE": str(count)})
+
+    from rich.console import Console
+
+    from nmoe_train.plan import check_groups, dry_run, planned_vocabulary, summary, tables
+
+    report = dry_run(checked, layout, planned_vocabulary(checked))
+    groups = check_groups(layout)
+    console = Console()
+    # A table that is cut tells less than one that a pager scrolls.
+    wide = Console(width=max(console.width, 200)) if not console.is_terminal else console
+    wide.print(summary(report), highlight=False, soft_wrap=True)
+    if groups:
+        named = ", ".join(f"{name} {size}" for name, size in groups.items())
+        wide.print(f"ranks of a group: {named}", highlight=False)
+    for table in tables(report):
+        wide.print(table)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine is and what training can use of it."""
     import shutil

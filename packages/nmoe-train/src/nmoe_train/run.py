@@ -9,9 +9,9 @@ from nmoe_train.data import TrainingData, open_prepared, prepare
 from nmoe_train.elastic.session import RESIZED, Session
 from nmoe_train.eval import generate
 from nmoe_train.loop import DTYPES, Outcome, train
-from nmoe_train.parallel import Layout
 from nmoe_train.parallel.experts import open_experts
 from nmoe_train.parallel.groups import Groups
+from nmoe_train.plan import dry_run, lines, summary
 
 PROMPT_TOKENS = 24
 GENERATED_TOKENS = 48
@@ -44,8 +44,9 @@ def run_config(
             observer.message(data.note)
         dtype, longest = DTYPES[config.precision.dtype], most_tokens(config, groups)
         with open_experts(config, groups, device, dtype, longest) as experts:
-            if not groups.alone:
-                observer.message(_describe(config, groups.layout))
+            if not groups.alone and session is None:
+                # An elastic run must lose no time here, each time that its layout changes.
+                _tell_layout(config, data, groups, observer)
             outcome = train(
                 config,
                 data,
@@ -69,13 +70,16 @@ def run_config(
     return outcome
 
 
-def _describe(config: Config, layout: Layout) -> str:
-    """What the processes share: "4 processes: dp=4 ep=2, 8 of 16 experts on each"."""
-    sizes = " ".join(f"{name}={size}" for name, size in layout.sizes().items() if size > 1)
-    experts = config.model.moe.experts
-    held = len(layout.local_experts(experts))
-    sharded = ", weights sharded over replicas" if config.parallel.fsdp else ""
-    return f"{layout.ranks} processes: {sizes}, {held} of {experts} experts on each{sharded}"
+def _tell_layout(
+    config: Config, data: TrainingData, groups: Groups, observer: ConsoleObserver
+) -> None:
+    """Says what the processes share, and what each is expected to hold and send."""
+    if groups.first:
+        vocab_size = config.model.vocab_size or data.tokenizer.vocab_size
+        report = dry_run(config, groups.layout, vocab_size)
+        observer.message(summary(report))
+        for line in lines(report):
+            observer.message(line)
 
 
 def _open_data(config: Config, groups: Groups, observer: ConsoleObserver) -> TrainingData:
