@@ -94,7 +94,7 @@ ORDER = {
         "store",
         "alerts queries",
         "charts",
-        "figures panels",
+        "figures hydra_figures router_figures panels",
         "shell export",
         "pages",
         "app",

@@ -159,9 +159,10 @@ def combine_kernel(
     """Returns rows to their tokens' ranks and sums those that come here; ends the epoch.
 
     The first `putters` programs return rows, chunk after chunk (`return_rows`), while the others
-    sum the tokens whose rows have come (`sum_rows`); in the end all sum. Putters never wait, and
-    come first in the grid, so that all of it ends on any number of multiprocessors. A flag is at
-    an epoch when it is at `signals` times its number. ticket, chunks_done [CHUNKS], done: zero
+    sum the tokens whose rows have come (`sum_rows`); in the end all sum. Who sums waits for the
+    putters of other ranks, so all of them must find a multiprocessor at once: the caller starts no
+    more programs than those. A flag is at an epoch when it is at `signals` times its number.
+    ticket, chunks_done [CHUNKS], done: zero
     before and after.
     """
     program = tl.program_id(0)

@@ -159,9 +159,11 @@ class Pipeline:
         self._expect(plan, going)
         for action in plan[self._stage]:
             micro = micros[action.micro]
-            output = self._run_part(action, going, self._inputs(action, going))
-            if self._part(action) == len(self._parts) - 1:
-                use(output.hidden_BSH, micro)
+            inputs = self._inputs(action, going)
+            with self._groups.among_peers("in an evaluation"):
+                output = self._run_part(action, going, inputs)
+                if self._part(action) == len(self._parts) - 1:
+                    use(output.hidden_BSH, micro)
         self._links.finish()
 
     def _forward(

@@ -84,6 +84,8 @@ def gradients_by_group(
 
 
 def _reduce(gradients: Sequence[Tensor], group: ProcessGroup | None, groups: Groups) -> None:
+    if group is None:
+        return
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         groups.sum_within_(flat, group, "gradients")

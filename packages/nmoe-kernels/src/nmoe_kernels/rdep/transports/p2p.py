@@ -31,6 +31,7 @@ from nmoe_kernels.rdep.transports.contract import Delivery, Shape
 BLOCKS = 64
 """Programs that move rows: enough to fill the links nearly, few enough to leave room beside."""
 MOST_BLOCKS = 1024
+"""Programs that may wait, each with a clock of its own."""
 PUTTERS = 0.5
 """Share of a combine's programs that return rows first; the others sum what has come."""
 SUMMED = 16384
@@ -97,6 +98,8 @@ class PeerToPeer:
         self._exchanges = 0
         self._places: deque[Place] = deque(maxlen=REMEMBERED)
         self.blocks = BLOCKS
+        properties = torch.cuda.get_device_properties(device)
+        self._multiprocessors = properties.multi_processor_count
         self._deadline_ns = int(shape.deadline_s * 1e9)
 
     def dispatch(
@@ -149,10 +152,12 @@ class PeerToPeer:
         y_TH = rows_NH.new_empty(tokens, shape.width)
         values_TK = values_NK.new_empty(tokens, shape.slots) if with_slots else y_TH
         self._return(delivery, rows_NH, values_NK, area, with_slots)
-        putters = 0 if self.staged else max(1, int(self.blocks * PUTTERS))
+        # No more than run at once: those that sum wait for those that put, at other ranks.
+        blocks = min(self.blocks, self._multiprocessors)
+        putters = 0 if self.staged else max(1, int(blocks * PUTTERS))
         tile, block = tile_of(shape, max(1, putters))
         slots_bytes = shape.slots * values_NK.dtype.itemsize if with_slots else 0
-        kernels.combine_kernel[(self.blocks,)](
+        kernels.combine_kernel[(blocks,)](
             rows_NH,
             values_NK,
             delivery.route,
