@@ -27,8 +27,8 @@ class Counters:
     reached no expert, not counted again by a replay. overflow: int64, those of them that the
     group's capacity refused. wait_s_R: float64 on the CPU, seconds stood waiting for each rank, in
     the order of ranks, so that one is charged only for being later than those before it. stage_ms:
-    milliseconds of each of `STAGES`. exchange_ms, hidden_ms: milliseconds of the forward's exchanges
-    that had other work beside them, and those of them in which that work ran.
+    milliseconds of each of `STAGES`. exchange_ms, hidden_ms: milliseconds of the exchanges of a
+    forward that had other work beside them, and those of them in which that work ran.
     """
 
     exchanges: int
