@@ -205,6 +205,17 @@ def test_one_that_leaves_and_returns_at_once_is_another_worker() -> None:
     assert [fault.worker for fault in workers.generation.faults] == [3]
 
 
+def test_the_end_of_a_process_is_not_that_of_the_one_which_took_its_place() -> None:
+    workers = Workers(4)
+    workers.start(4)
+    workers.join(9, slot=3)
+    workers.tick()
+    workers.die(3)
+    workers.tick()
+    assert workers.control.lost == [3]
+    assert "9" in workers.control.roster
+
+
 def test_of_a_split_network_one_side_goes_on_and_the_other_comes_back_when_it_is_healed() -> None:
     workers = Workers(4)
     workers.start(4)

@@ -88,6 +88,12 @@ def test_pieces_that_are_cut_otherwise_are_put_together() -> None:
     assert parts == [(0, 0, 0, 4), (0, 1, 4, 2), (1, 1, 6, 2), (1, 2, 8, 4)]
 
 
+def test_what_is_held_in_part_is_not_taken_for_the_whole() -> None:
+    whole, half = (Piece("model.head", Box((0,), (count,), (12,))) for count in (12, 6))
+    assert plan_moves([{(2, 1): [half]}], [[whole]]) is None
+    assert plan_moves([{(2, 1): [half]}], [[half]]) is not None
+
+
 def test_targets_take_turns_with_those_who_hold_the_same() -> None:
     held = [{(2, 1): [dense()]}, {(2, 1): [dense()]}, {}, {}]
     found = plan_moves(held, [[dense()]] * 4)

@@ -109,18 +109,21 @@ class GenerationStore(Store):
     """The store as a generation's process groups see it: waiting ends when the generation does.
 
     torch's own client waits in C++, where no other thread can call it off; this one asks again and
-    again. `ended` says whether to give up.
+    again. `ended` says whether to give up, and `patience_s` when to do so in any case.
     """
 
-    def __init__(self, address: str, ended: Callable[[], bool]) -> None:
+    def __init__(self, address: str, ended: Callable[[], bool], patience_s: float) -> None:
         super().__init__()
         self._inner: Any = connect(address)
-        self._ended = ended
+        self._ended, self._patience_s = ended, patience_s
 
     def _await(self, keys: Sequence[str]) -> None:
+        until_s = time.monotonic() + self._patience_s
         while not self._inner.check(list(keys)):
             if self._ended():
                 raise RuntimeError("the generation has ended")
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"timed out: nobody wrote {', '.join(keys)}")
             time.sleep(POLL_S)
 
     def set(self, key: str, value: Any) -> None:
@@ -137,7 +140,7 @@ class GenerationStore(Store):
         return self._inner.add(key, amount)
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Waits for all keys, however long."""
+        """Waits for all keys."""
         self._await(keys)
 
     def check(self, keys: list[str]) -> bool:

@@ -65,7 +65,9 @@ class ElasticWorker:
         self._config, self._device = config, device
         host = socket.gethostname()
         self._line = Line(store)
-        self._rendezvous = GenerationStore(store, lambda: self._heart.ended())
+        self._rendezvous = GenerationStore(
+            store, lambda: self._heart.ended(), 2 * config.elastic.deadline_s
+        )
         self._port = AnsweringPort(_own_address(store))
         self._number = self._port.number = self._line.next_number()
         elastic = config.elastic
@@ -210,8 +212,7 @@ class ElasticWorker:
             raise
         finally:
             self._heart.leave()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            _forget_groups()
 
     def _join(self, generation: Generation, layout: Layout) -> Groups:
         if layout.ranks == 1:
@@ -223,6 +224,17 @@ class ElasticWorker:
             PrefixStore(f"groups/{generation.number}", self._rendezvous),
             connect_s=self._config.elastic.deadline_s,
         )
+
+
+def _forget_groups() -> None:
+    """Ends all process groups, so that the next ones get the names that they have elsewhere.
+
+    torch numbers groups as they are made, and a name is where ranks look for each other. Where the
+    very first could not be made there is nothing to end, but its number has been given away.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0
 
 
 def _own_address(store: str) -> str:
