@@ -9,6 +9,7 @@ Usage: torchrun --nproc-per-node N layout_worker.py CASES.json
 """
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -165,7 +166,8 @@ def run_case(number: int, case: dict[str, Any], folder: Path) -> None:
         os.dup2(before, descriptor)
         os.close(before)
     if dist.is_initialized():
-        # A process that fails leaves this to its end.
+        # A process that fails leaves this to its end. Errors hold what their frames held.
+        gc.collect()
         dist.destroy_process_group()
     out.with_suffix(".json").write_text(json.dumps({"code": code, "steps": recorder.steps}))
 

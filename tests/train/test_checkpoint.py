@@ -428,7 +428,7 @@ def test_a_save_that_fails_removes_nothing(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nmoe_train.checkpoint.folder.save_file", full)
+    monkeypatch.setattr("nmoe_train.checkpoint.folder._save_tensors", full)
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             write(tmp_path, 4, keep=1)

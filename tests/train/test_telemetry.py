@@ -187,9 +187,12 @@ def test_a_record_says_what_the_step_did(tiny: Tiny, run: Run, rows: Rows) -> No
             record["loss/ce"] + 1e-4 * record["loss/balance"], rel=1e-6
         )
         assert record["active_ranks"] == 1
-    # A checkpoint's time stands in the step after it; every=2 saves after 2, 4 and 6.
+    # What a checkpoint took stands in the step after it; every=2 saves after 2, 4 and 6.
+    assert [r["step"] for r in records if "checkpoint/stall_ms" in r] == [3, 5]
+    # It is complete some steps later; what follows waits for that at the latest.
+    assert {r["step"] for r in records if "checkpoint/commit_ms" in r} <= {3, 4, 5, 6}
     for name in ("checkpoint/stall_ms", "checkpoint/commit_ms"):
-        assert [record["step"] for record in records if name in record] == [3, 5]
+        assert any(name in record for record in records)
         assert all(record.get(name, 1.0) > 0 for record in records)
     assert [record["step"] for record in records if "loss/validation" in record] == [3, 6]
     for name in ("loss/ce", "loss/z", "loss/balance", "grad_norm", "router/entropy"):

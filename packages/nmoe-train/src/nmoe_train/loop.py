@@ -22,6 +22,8 @@ from nmoe_kernels import pick_backend
 from nmoe_kernels.rdep import ExpertParallel
 
 from nmoe_train.checkpoint import (
+    Saved,
+    Saver,
     complete_checkpoints,
     gather_state,
     newest_sound_checkpoint,
@@ -29,7 +31,6 @@ from nmoe_train.checkpoint import (
     restore_state,
     state_boxes,
     state_places,
-    write_checkpoint,
 )
 from nmoe_train.config import Config
 from nmoe_train.config.fingerprint import fingerprint, result_fields
@@ -203,6 +204,10 @@ class _Training:
         self.skipped_in_a_row = 0
         self.results: dict[str, float] = {}
         self.save_ms: dict[str, float] = {}
+        self.save_failed = False
+        self.saver = Saver(
+            folder.checkpoints, config.checkpoint.keep, groups=groups, device=self.device
+        )
 
     def run(self, allow_changes: bool) -> Outcome:
         problems = self._resume(allow_changes)
@@ -224,13 +229,17 @@ class _Training:
         except BaseException as error:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             if self.session is not None and self.session.recoverable(error):
-                # What happened is told by those that go on.
+                # What happened is told by those that go on, from a state that they choose.
+                with contextlib.suppress(Exception):
+                    self.saver.leave(wait=False)
                 raise
+            self._leave_saver(wait=status == "failed")
             # A full disk may refuse these too; the error itself is what the user must see.
             with contextlib.suppress(OSError):
                 self.folder.event("fault", step=self.step, what=str(error) or type(error).__name__)
                 self.folder.end(status, **self.results)
             raise
+        self.saver.leave(wait=True)
         if status == RESIZED:
             self.folder.event("end", step=self.step, status=status)
         else:
@@ -270,6 +279,7 @@ class _Training:
             pieces = held_pieces(self.model, self.optimizer)
             session.memory.take(pieces, self.step, self._facts())
         session.memory.settle(self.step)
+        self._finish_save(needed=not session.memory.every)
 
     def _finish_step(self, session: Session) -> None:
         """Says that a step is done, and copies the state if it is time or the last chance."""
@@ -298,6 +308,7 @@ class _Training:
                     return RESIZED
             if self.step != self.saved_step:
                 self._save()
+            self._finish_save(needed=True)
         if self.step < self.config.train.steps:
             return "interrupted"
         if "loss/validation" not in self.results:
@@ -325,7 +336,7 @@ class _Training:
             if self.session is not None:
                 self._finish_step(self.session)
             if self.step % every == 0 or self.step == steps:
-                self._save_or_go_on()
+                self._save()
 
     def _one_step(self, timer: StageTimer) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Trains one step; its metrics record and expert loads, or None where the run must stop."""
@@ -338,6 +349,9 @@ class _Training:
         share = self._agree(share)
         if self.stopped_by is not None or self.resized:
             return None
+        if self.save_failed:
+            self._finish_save(needed=False)
+        self._note_saved(self.saver.poll())
         self.step += 1
         tokens = self.step * self.config.tokens_per_step
         moved = None if self.experts is None else self.experts.counters()
@@ -390,18 +404,22 @@ class _Training:
     def _agree(self, share: Step) -> Step:
         """Counts the targets of all ranks.
 
-        With them travels whether one was asked to stop or to make room for a worker, and how long
-        each was at work in the step before.
+        With them travels whether one was asked to stop or to make room for a worker, whether what
+        it saves has failed, and how long each was at work in the step before.
         """
         asked = [int(self.interrupt.signal == number) for number in SIGNALS]
         resize = int(self.session is not None and self.session.heart.resizing())
         counted = share.predictions if self.layout.speaks_for_share else 0
         own_us = [0] * self.layout.ranks
         own_us[self.layout.rank] = round(self.own_ms * 1e3)
-        predictions, resize, *votes = self.groups.counts(counted, resize, *asked, *own_us)
+        failed = int(self.saver.failed)
+        predictions, resize, failed, *votes = self.groups.counts(
+            counted, resize, failed, *asked, *own_us
+        )
         asked, own_us = votes[: len(SIGNALS)], votes[len(SIGNALS) :]
         self.stopped_by = next((n for n, vote in zip(SIGNALS, asked, strict=True) if vote), None)
         self.resized = resize > 0 and self.stopped_by is None
+        self.save_failed = failed > 0
         for rank, factor in self.stragglers.observe([us / 1e3 for us in own_us]):
             what = f"rank {rank} takes {factor:.1f} times as long as the others"
             self.folder.event("alert", step=self.step, what=what, rank=rank, factor=factor)
@@ -447,7 +465,12 @@ class _Training:
         return loss
 
     def _save(self) -> None:
+        """Begins to save the state as it is; the training waits while it is copied.
+
+        It also waits for the save before, if that one is not finished yet.
+        """
         started_s = time.perf_counter()
+        self._finish_save(needed=False)
         meta = {
             "tokens": self.step * self.config.tokens_per_step,
             "updates": self.updates,
@@ -458,8 +481,7 @@ class _Training:
             "loader": {"step": self.step, "seed": self.config.run.seed},
             "randomness": {"seed": self.config.run.seed},
         }
-        write_checkpoint(
-            self.folder.checkpoints,
+        self.saver.begin(
             self.step,
             owned_state(
                 gather_state(self.model, self.optimizer),
@@ -468,27 +490,41 @@ class _Training:
                 self.model.copies,
             ),
             meta,
-            keep=self.config.checkpoint.keep,
-            groups=self.groups,
-            boxes=state_boxes(self.model),
+            state_boxes(self.model),
         )
         self.saved_step = self.step
-        milliseconds = (time.perf_counter() - started_s) * 1e3
-        # Saved in the foreground, a checkpoint stalls the training for as long as it takes.
-        self.save_ms = {"checkpoint/stall_ms": milliseconds, "checkpoint/commit_ms": milliseconds}
-        self.folder.event("checkpoint", step=self.step, commit_ms=milliseconds)
+        self.save_ms["checkpoint/stall_ms"] = (time.perf_counter() - started_s) * 1e3
 
-    def _save_or_go_on(self) -> None:
-        """Saves; in an elastic run a disk that refuses is an alert, and memory holds the state."""
+    def _finish_save(self, *, needed: bool) -> None:
+        """Waits for the save under way, if any.
+
+        In an elastic run a disk that refuses is an alert, as memory holds the state, unless the
+        save is `needed`: to end the run, or where no memory is kept.
+        """
         try:
-            self._save()
+            self._note_saved(self.saver.settle())
         except (OSError, RankFailed) as error:
-            last = self.step == self.config.train.steps or self.stopped_by is not None
-            if self.session is None or last:
+            if self.session is None or needed:
                 raise
             what = f"not saved, training goes on: {error}"
             self.observer.message(f"warning {what}")
             self.folder.event("alert", step=self.step, what=what)
+
+    def _note_saved(self, saved: Saved | None) -> None:
+        """Notes that a save is complete; its time stands in the record of the step being made."""
+        if saved is not None:
+            self.save_ms["checkpoint/commit_ms"] = saved.commit_ms
+            self.folder.event("checkpoint", step=saved.step, commit_ms=saved.commit_ms)
+
+    def _leave_saver(self, *, wait: bool) -> None:
+        """Notes how the save under way ended, of a run that ends by an error of another kind."""
+        with contextlib.suppress(OSError):
+            try:
+                saved = self.saver.leave(wait=wait)
+            except Exception as problem:
+                self.folder.event("fault", step=self.step, what=f"not saved: {problem}")
+            else:
+                self._note_saved(saved)
 
     def _remember(self, session: Session) -> bool:
         """Takes the state that the ranks hold together in memory, if it is the newest there is."""

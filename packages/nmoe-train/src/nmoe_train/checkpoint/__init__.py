@@ -6,6 +6,8 @@ from nmoe_train.checkpoint.folder import (
     newest_sound_checkpoint,
     write_checkpoint,
 )
+from nmoe_train.checkpoint.listing import Listed, list_checkpoints, verify_checkpoints
+from nmoe_train.checkpoint.saver import Saved, Saver
 from nmoe_train.checkpoint.state import (
     gather_state,
     materialise_moments,
@@ -17,13 +19,18 @@ from nmoe_train.checkpoint.state import (
 
 __all__ = [
     "Checkpoint",
+    "Listed",
+    "Saved",
+    "Saver",
     "complete_checkpoints",
     "gather_state",
+    "list_checkpoints",
     "materialise_moments",
     "newest_sound_checkpoint",
     "owned_state",
     "restore_state",
     "state_boxes",
     "state_places",
+    "verify_checkpoints",
     "write_checkpoint",
 ]

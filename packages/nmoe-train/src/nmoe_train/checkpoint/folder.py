@@ -10,25 +10,30 @@ completes it once every rank's file is there; it alone removes anything. The new
 found by looking, and verified before it is trusted.
 """
 
+import errno
+import functools
 import hashlib
 import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from nmoe_data.files import atomic_write, sha256_file, sync_path
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
+from nmoe_train.checkpoint.body import Body
 from nmoe_train.checkpoint.box import Box, whole_box
 from nmoe_train.errors import TrainError
 from nmoe_train.parallel.groups import ALONE, Groups
+from nmoe_train.parallel.letters import Letters
+
+Result = TypeVar("Result")
 
 SCHEMA_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -58,13 +63,16 @@ def write_checkpoint(
     meta: Mapping[str, Any],
     *,
     keep: int,
-    groups: Groups = ALONE,
+    groups: Groups | Letters = ALONE,
     boxes: Mapping[str, Box] | None = None,
+    limit: float | None = None,
 ) -> Path:
     """Writes the state after `step` steps and removes all but the newest `keep` complete folders.
 
     `tensors` are those that this rank writes, and `boxes` says which part of a tensor that is, for
-    those that others write too; parts do not overlap. A rank that has none writes no file. Raises
+    those that others write too; parts do not overlap. A rank that has none writes no file. `limit`:
+    bytes that a rank writes in a second, at most. With Groups the ranks meet in collectives, with
+    Letters they do not, and any thread may write. Raises
     OSError when the disk is full or forbidden, and TrainError `E-PEER` where that befell another
     rank; what was complete before stays so.
     """
@@ -72,13 +80,13 @@ def write_checkpoint(
     groups.first_does(lambda: _make_empty(folder))
     try:
         bodies = groups.all_do(
-            lambda: _write_body(folder, groups.layout.rank, tensors, boxes or {})
+            lambda: _write_body(folder, groups.layout.rank, tensors, boxes or {}, limit)
         )
         groups.first_does(lambda: _complete(folder, step, meta, bodies))
     except BaseException:
         # Half a checkpoint helps nobody, least of all on a full disk. One that is complete stays,
         # though a peer was lost just then.
-        if groups.first and not (folder / COMPLETE).exists():
+        if groups.first and _may_act(groups) and not (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
     groups.first_does(lambda: _settle(root, step, keep))
@@ -87,7 +95,7 @@ def write_checkpoint(
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoint folders under `root`, newest first."""
-    return [folder for folder in _folders(root) if (folder / COMPLETE).exists()]
+    return [folder for folder in all_checkpoints(root) if (folder / COMPLETE).exists()]
 
 
 def newest_sound_checkpoint(
@@ -100,7 +108,7 @@ def newest_sound_checkpoint(
     `E-CHECKPOINT-VERSION` when a newer nmoe-train wrote the newest.
     """
     name, problems = groups.first_does(lambda: _newest_sound(root))
-    return (None if name is None else _read_meta(root / name)), problems
+    return (None if name is None else read_checkpoint(root / name)), problems
 
 
 def _newest_sound(root: Path) -> tuple[str | None, list[str]]:
@@ -126,16 +134,44 @@ def _newest_sound(root: Path) -> tuple[str | None, list[str]]:
 
 def _verify(folder: Path) -> None:
     """Raises TrainError unless every file is what meta.json says, and that what COMPLETE says."""
-    for name, entry in _read_meta(folder).meta["files"].items():
+    for name, entry in read_checkpoint(folder).meta["files"].items():
+        _verify_file(folder / name, entry["sha256"])
+
+
+def damages(folder: Path) -> list[str]:
+    """What is wrong with each file of a complete folder. Raises `E-CHECKPOINT-VERSION`."""
+    found: list[str] = []
+
+    def noted(check: Callable[[], Result]) -> Result | None:
         try:
-            sound = sha256_file(folder / name) == entry["sha256"]
-        except OSError as error:
-            raise _corrupt(folder / name, f"cannot be read ({error.strerror})") from None
-        if not sound:
-            raise _corrupt(folder / name, "does not have the checksum in meta.json")
+            return check()
+        except TrainError as error:
+            if error.code != CORRUPT:
+                raise
+            found.append(str(error))
+            return None
+
+    checkpoint = noted(lambda: read_checkpoint(folder))
+    files = {} if checkpoint is None else checkpoint.meta["files"]
+    for name, entry in files.items():
+        noted(functools.partial(_verify_file, folder / name, entry["sha256"]))
+    return found
 
 
-def _read_meta(folder: Path) -> Checkpoint:
+def _verify_file(file: Path, wanted: str) -> None:
+    try:
+        sound = sha256_file(file) == wanted
+    except OSError as error:
+        raise _corrupt(file, f"cannot be read ({error.strerror})") from None
+    if not sound:
+        raise _corrupt(file, "does not have the checksum in meta.json")
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """A complete folder, whose meta.json is what COMPLETE says.
+
+    Raises TrainError `E-CHECKPOINT-CORRUPT` and `E-CHECKPOINT-VERSION`.
+    """
     try:
         content = (folder / "meta.json").read_bytes()
         wanted = (folder / COMPLETE).read_bytes()
@@ -204,6 +240,15 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self._places)
 
 
+def _may_act(groups: Groups | Letters) -> bool:
+    """Whether the folder is still this run's to change; others may be writing to it by now."""
+    try:
+        groups.guard()
+    except Exception:
+        return False
+    return True
+
+
 def _make_empty(folder: Path) -> None:
     if folder.exists():
         # Unfinished, or found damaged by the resume that led here again.
@@ -212,16 +257,23 @@ def _make_empty(folder: Path) -> None:
 
 
 def _write_body(
-    folder: Path, rank: int, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]
+    folder: Path,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    boxes: Mapping[str, Box],
+    limit: float | None,
 ) -> dict[str, Any] | None:
     """Writes a rank's file; what meta.json says of it, or None if there is nothing to write."""
     if not tensors:
         return None
     file = folder / f"rank-{rank:05d}.safetensors"
-    _save_tensors(file, tensors)
+    body = Body(tensors, limit)
+    _save_tensors(file, body)
+    if sha256_file(file) != body.sha256:
+        raise OSError(errno.EIO, "what was read back is not what was written", str(file))
     return {
         "file": file.name,
-        "sha256": sha256_file(file),
+        "sha256": body.sha256,
         "bytes": file.stat().st_size,
         "tensors": {
             name: _place(file.name, tensor, boxes.get(name)) for name, tensor in tensors.items()
@@ -292,14 +344,14 @@ def _remove_older(root: Path, step: int, keep: int) -> None:
 
     Later folders stay: they were found damaged, and are no reason to give up a sound one.
     """
-    older = [folder for folder in _folders(root) if _step_of(folder) < step]
+    older = [folder for folder in all_checkpoints(root) if _step_of(folder) < step]
     complete = [folder for folder in older if (folder / COMPLETE).exists()]
     for folder in older:
         if folder not in complete[: keep - 1]:
             _remove(folder)
 
 
-def _folders(root: Path) -> list[Path]:
+def all_checkpoints(root: Path) -> list[Path]:
     """Checkpoint folders, complete or not, newest first."""
     if not root.is_dir():
         return []
@@ -314,16 +366,8 @@ def _corrupt(path: Path, what: str) -> TrainError:
     return TrainError(CORRUPT, f"{path} {what}", "an older checkpoint is used where there is one")
 
 
-def _save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-    except SafetensorError as error:
-        # The library wraps the system's error in text; the number in it is the errno.
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number.group(1)), str(error), str(file)) from error
-    sync_path(file)
+def _save_tensors(file: Path, body: Body) -> None:
+    body.write(file)
 
 
 def _remove(folder: Path) -> None:

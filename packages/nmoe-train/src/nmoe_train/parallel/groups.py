@@ -92,6 +92,11 @@ class Groups:
         return self._store is None
 
     @property
+    def store(self) -> Store | None:
+        """Where the ranks leave words for each other; None for the only one."""
+        return self._store
+
+    @property
     def first(self) -> bool:
         """Whether this is rank 0, which prints and keeps the run's record."""
         return self.layout.rank == 0
@@ -144,6 +149,13 @@ class Groups:
         ranks = range(self.layout.ranks) if self.first else ()
         return [self._said(self._store, rank) for rank in ranks]
 
+    def all_say(self, yes: bool) -> bool:
+        """Whether all ranks, which ask each other at the same time, say yes."""
+        if self.alone:
+            return yes
+        with self._waiting("asking the others"):
+            return self._meet(int(yes)) == 1
+
     def said_by(self, rank: int) -> Any:
         """The result of a rank in the last `all_do`, for any rank that asks before the next."""
         assert self._store is not None
@@ -182,7 +194,7 @@ class Groups:
             problem, words = error, " ".join(str(error).split()) or repr(error)
         try:
             with self._waiting("talking to the others"):
-                store.set(f"{self._talks}/{self.layout.rank}", _encode(words))
+                store.set(f"{self._talks}/{self.layout.rank}", encode_words(words))
                 failed = self._meet(self.layout.ranks if problem is None else self.layout.rank)
                 if self._talks > 1:
                     # All ranks are here, so none still reads what was said before.
@@ -197,7 +209,7 @@ class Groups:
 
     def _said(self, store: Store, rank: int) -> Any:
         with self._waiting("listening to the others"):
-            return _decode(store.get(f"{self._talks}/{rank}"))
+            return decode_words(store.get(f"{self._talks}/{rank}"))
 
     def _meet(self, number: int) -> int:
         """Waits for all ranks, open to signals; the least of their numbers."""
@@ -378,12 +390,13 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def _encode(said: Any) -> str:
+def encode_words(said: Any) -> str:
     """JSON for the store, which takes text of 8 MB at once: names of many tensors compress well."""
     return base64.b64encode(zlib.compress(json.dumps(said).encode(), level=1)).decode()
 
 
-def _decode(content: bytes) -> Any:
+def decode_words(content: bytes) -> Any:
+    """The inverse of `encode_words`."""
     return json.loads(zlib.decompress(base64.b64decode(content)))
 
 
