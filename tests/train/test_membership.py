@@ -128,6 +128,16 @@ def test_every_layout_chosen_divides_batch_micro_batches_and_experts() -> None:
             assert all(micro and batch // d % micro for d in larger)
 
 
+def test_every_layout_chosen_has_micro_batches_that_its_pipeline_takes() -> None:
+    pipeline = {"schedule": "interleaved", "chunks": 2}
+    interleaved = config(
+        ep=1, parallel={"pp": 2, "pipeline": pipeline}, train={"micro_batch_size": 2}
+    )
+    # Two shares would have three micro-batches each, and two stages take an even number.
+    chosen = [largest_layout(interleaved, workers) for workers in (6, 5, 4, 3)]
+    assert [layout.dp if layout else None for layout in chosen] == [3, 1, 1, 1]
+
+
 def test_experts_are_not_spread_over_fewer_ranks_than_can_hold_them() -> None:
     bounded = config(ep=4, elastic={"min_ep": 3})
     assert [largest_layout(bounded, n) is not None for n in (1, 2, 3, 4)] == [0, 0, 1, 1]

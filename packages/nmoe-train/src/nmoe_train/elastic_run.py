@@ -79,11 +79,33 @@ def run_elastic(config: Config, workers: int, expected: int, store: str | None) 
     `expected`: workers of all hosts. `store`: address that the first launcher printed; None where
     this is the first. Raises TrainError and nmoe_data's DataError.
     """
+    _check(config)
     observer = ConsoleObserver(Console())
     if store is not None:
         return _mind(config, workers, expected, store, observer)
     with held_run(config, observer):
         return _mind(config, workers, expected, None, observer)
+
+
+def _check(config: Config) -> None:
+    """Refuses what does not survive a change of layout. Raises TrainError `E-ELASTIC`."""
+    rdep = config.parallel.rdep
+    if rdep.capacity != "exact":
+        raise TrainError(
+            "E-ELASTIC",
+            f"parallel.rdep.capacity = {rdep.capacity:g} drops other tokens on another layout, so "
+            "that the loss would depend on who died",
+            'set it to "exact"',
+        )
+    on_gpus = pick_device(config.run.device, deterministic=False).type == "cuda"
+    one_sided = rdep.transport in ("p2p", "nvshmem") or (on_gpus and rdep.transport is None)
+    if config.parallel.ep > 1 and one_sided:
+        raise TrainError(
+            "E-ELASTIC",
+            "a GPU that waits for one-sided puts of the dead cannot be told to stop before "
+            "parallel.rdep.deadline_s",
+            'set parallel.rdep.transport to "collective"',
+        )
 
 
 def _mind(

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nmoe_train.config import Config
+from nmoe_train.errors import TrainError
 from nmoe_train.parallel import Layout
+from nmoe_train.parallel.layout import check_shares
 
 Place = tuple[int, int]
 
@@ -99,11 +101,12 @@ def largest_layout(config: Config, workers: int) -> Layout | None:
     nearest number of ranks that does: more ranks first, which hold less each, then fewer, down to
     `elastic.min_ep`.
     """
-    parallel, train = config.parallel, config.train
+    parallel = config.parallel
     most = workers // (parallel.tp * parallel.pp)
     for dp in range(min(most, parallel.dp or most), 0, -1):
-        share, rest = divmod(train.batch_size, dp)
-        if rest or (train.micro_batch_size and share % train.micro_batch_size):
+        try:
+            check_shares(config, dp)
+        except TrainError:
             continue
         layout = Layout(dp=dp, tp=parallel.tp, pp=parallel.pp)
         ep = _expert_ranks(config, layout.stage_ranks)

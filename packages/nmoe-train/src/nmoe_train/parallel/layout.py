@@ -246,7 +246,7 @@ def _check_micro_batches(config: Config, dp: int) -> None:
 
 def _check_sizes(config: Config, dp: int) -> None:
     """Whether experts and batch can be spread over `dp` shares."""
-    ep, tp, train = config.parallel.ep, config.parallel.tp, config.train
+    ep, tp = config.parallel.ep, config.parallel.tp
     if dp * tp % ep:
         possible = _nearest(ep, _divisors(dp * tp) & _divisors(config.model.moe.experts))
         over = f"parallel.dp = {dp}" if tp == 1 else f"parallel.dp * tp = {dp} * {tp}"
@@ -255,6 +255,15 @@ def _check_sizes(config: Config, dp: int) -> None:
             f"parallel.ep = {ep} does not divide {over}, over whose ranks it folds",
             f"the nearest ep that do are {possible}; or make parallel.dp a multiple of {more}",
         )
+    check_shares(config, dp)
+
+
+def check_shares(config: Config, dp: int) -> None:
+    """Whether a batch can be cut into `dp` shares, and these into micro-batches.
+
+    Raises TrainError (`E-LAYOUT`), naming the nearest sizes that can.
+    """
+    train = config.train
     if train.batch_size % dp:
         below = train.batch_size // dp * dp
         possible = _nearest(train.batch_size, {below, below + dp} - {0})

@@ -1,0 +1,36 @@
+"""What an elastic run refuses before it starts a worker."""
+
+from pathlib import Path
+
+import pytest
+from nmoe_train.config import Config
+from nmoe_train.elastic_run import run_elastic
+from nmoe_train.errors import TrainError
+
+
+def config(tmp_path: Path, **rdep: object) -> Config:
+    moe = {"experts": 4, "top_k": 2, "expert_width": 4}
+    return Config.model_validate(
+        {
+            "run": {"dir": tmp_path / "run", "device": "cpu"},
+            "model": {"width": 8, "layers": 2, "heads": 2, "dense_width": 8, "moe": moe},
+            "train": {"steps": 1, "seq_len": 8, "batch_size": 4},
+            "parallel": {"ep": 2, "rdep": rdep},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("rdep", "remedy"),
+    [
+        ({"capacity": 1.5}, 'set it to "exact"'),
+        ({"transport": "p2p"}, 'set parallel.rdep.transport to "collective"'),
+        ({"transport": "nvshmem"}, 'set parallel.rdep.transport to "collective"'),
+    ],
+)
+def test_what_does_not_survive_a_death_is_refused(tmp_path, rdep, remedy):
+    with pytest.raises(TrainError) as error:
+        run_elastic(config(tmp_path, **rdep), 2, 2, None)
+    assert error.value.code == "E-ELASTIC"
+    assert str(error.value).endswith(remedy)
+    assert not (tmp_path / "run").exists()
