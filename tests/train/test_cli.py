@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from nmoe_train.checkpoint import write_checkpoint
 from nmoe_train.cli import app, main
 from typer.testing import CliRunner
 
@@ -234,3 +236,48 @@ def test_an_interrupt_outside_training_is_one_line(
     monkeypatch.setattr("nmoe_train.parallel.check_layout", interrupted)
     exit_code, out, err = call("validate", file())
     assert (exit_code, out, err) == (130, "", "interrupted\n")
+
+
+def test_checkpoints_are_listed_and_a_damaged_file_is_named(call: Call, tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    meta = {"tokens": 1280, "layout": {"dp": 2, "ep": 1}}
+    for step in (2, 4):
+        write_checkpoint(root, step, {"model.a": torch.ones(3)}, meta, keep=2)
+    (root / "step-00000006").mkdir()
+    code, out, err = call("checkpoint", "ls", root.parent)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.split("  ")[:2] for line in lines] == [
+        ["step 6", "unfinished"],
+        ["step 4", "complete"],
+        ["step 2", "complete"],
+    ]
+    assert "1,280 tokens  dp=2 ep=1" in lines[1] and "3 files" in lines[1]
+
+    code, out, err = call("checkpoint", "verify", root.parent)
+    assert (code, out.splitlines(), err) == (
+        0,
+        ["step-00000004: sound", "step-00000002: sound"],
+        "",
+    )
+    damaged = root / "step-00000002" / "rank-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    code, out, err = call("checkpoint", "verify", root.parent)
+    assert (code, out.splitlines()[1]) == (2, "step-00000002: damaged")
+    assert str(damaged) in err and "E-CHECKPOINT-CORRUPT" in err and err.count("\n") == 1
+    assert call("checkpoint", "verify", root / "step-00000004")[0] == 0
+    code, _, err = call("checkpoint", "verify", root / "step-00000002")
+    assert code == 2 and str(damaged) in err
+    (root / "step-00000004" / "meta.json").write_text("{}")
+    code, out, _ = call("checkpoint", "ls", root.parent)
+    assert (code, out.splitlines()[1].split("  ")[1]) == (0, "damaged")
+    assert call("checkpoint", "verify", root / "step-00000004")[0] == 2
+
+
+def test_where_there_is_no_checkpoint_it_is_said(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "step-00000002").mkdir()
+    assert "unfinished" in call("checkpoint", "ls", tmp_path)[1]
+    for command, place in (("ls", tmp_path / "absent"), ("verify", tmp_path)):
+        code, out, err = call("checkpoint", command, place)
+        assert (code, out) == (2, "")
+        assert "E-CHECKPOINT-NOT-FOUND" in err and str(place) in err

@@ -82,10 +82,11 @@ def run(config: Path, sets: Sets = None, allow_changes: AllowChanges = False) ->
 @app.command()
 def elastic(
     config: Path,
-    workers: Annotated[int, typer.Option(help="Workers of this host.")],
+    workers: Annotated[int, typer.Option(min=1, help="Workers of this host.")],
     sets: Sets = None,
     expected: Annotated[
-        int | None, typer.Option(help="Workers of all hosts.  [default: those of this host]")
+        int | None,
+        typer.Option(min=1, help="Workers of all hosts.  [default: those of this host]"),
     ] = None,
     store: Annotated[
         str | None, typer.Option(help="On other hosts: the address that the first one prints.")
@@ -132,6 +133,38 @@ def drill(
     from nmoe_train.drill.command import drill_command
 
     raise typer.Exit(drill_command(workers, kills, faults, seed, json_file, out))
+
+
+checkpoint = typer.Typer(no_args_is_help=True, help="Look at checkpoints and check them.")
+app.add_typer(checkpoint, name="checkpoint")
+
+
+@checkpoint.command("ls")
+def checkpoint_ls(run: Path) -> None:
+    """List the checkpoints of a run folder, newest first: steps, sizes, layout, complete or not."""
+    from nmoe_train.checkpoint import list_checkpoints
+
+    for found in list_checkpoints(run):
+        layout = " ".join(f"{name}={size}" for name, size in (found.layout or {}).items())
+        tokens = "" if found.tokens is None else f"{found.tokens:,} tokens"
+        size = f"{found.size / 2**20:.1f} MiB in {found.files} files"
+        words = (f"step {found.step}", found.status, size, tokens, layout)
+        typer.echo("  ".join(word for word in words if word))
+
+
+@checkpoint.command("verify")
+def checkpoint_verify(place: Path) -> None:
+    """Read a run's complete checkpoints, or one, and name every file that is damaged."""
+    from nmoe_train.checkpoint import verify_checkpoints
+
+    damaged = False
+    for folder, problems in verify_checkpoints(place):
+        damaged = damaged or bool(problems)
+        typer.echo(f"{folder.name}: {'damaged' if problems else 'sound'}")
+        for problem in problems:
+            typer.echo(f"error {problem}", err=True)
+    if damaged:
+        raise typer.Exit(USER_ERROR)
 
 
 @app.command()
