@@ -234,8 +234,8 @@ class _Training:
                     self.saver.leave(wait=False)
                 raise
             self._leave_saver(wait=status == "failed")
-            # A full disk, or a run that goes on elsewhere, may refuse these too; the error itself is
-            # what the user must see.
+            # A full disk may refuse these too, or a run that goes on elsewhere; the error itself
+            # is what the user must see.
             with contextlib.suppress(OSError, TrainError):
                 self.folder.event("fault", step=self.step, what=str(error) or type(error).__name__)
                 self.folder.end(status, **self.results)
