@@ -48,7 +48,7 @@ from nmoe_train.optim import build_optimizer
 from nmoe_train.parallel.checksums import differing_ranks
 from nmoe_train.parallel.experts import exchange_record
 from nmoe_train.parallel.fsdp import shard_weights
-from nmoe_train.parallel.groups import Groups, RankFailed, host_name
+from nmoe_train.parallel.groups import PEER_CODES, Groups, RankFailed, host_name
 from nmoe_train.parallel.pipeline import Pipeline, held_layers, part_layers
 from nmoe_train.step import step_record, train_step
 from nmoe_train.telemetry import (
@@ -233,7 +233,10 @@ class _Training:
                 with contextlib.suppress(Exception):
                     self.saver.leave(wait=False)
                 raise
-            self._leave_saver(wait=status == "failed")
+            # With a rank gone a save comes to nothing, and its launcher soon ends this one too.
+            told = isinstance(error, RankFailed)
+            gone = getattr(error, "code", None) in PEER_CODES and not told
+            self._leave_saver(wait=status == "failed" and not gone)
             # A full disk may refuse these too, or a run that goes on elsewhere; the error itself
             # is what the user must see.
             with contextlib.suppress(OSError, TrainError):

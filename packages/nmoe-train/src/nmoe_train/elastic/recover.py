@@ -32,11 +32,10 @@ from nmoe_train.elastic.snapshot import Memory
 from nmoe_train.errors import TrainError
 from nmoe_train.interrupt import Interrupt
 from nmoe_train.parallel import Layout
-from nmoe_train.parallel.groups import Groups, join_groups
+from nmoe_train.parallel.groups import PEER_CODES, Groups, join_groups
 
 logger = logging.getLogger("nmoe_train")
 
-PEER_CODES = ("E-PEER", "E-GROUP", "E-RDEP-PEER", "E-RDEP-LATE")
 USER_ERRORS = (TrainError, DataError, KernelError)
 WAIT_S = 0.02
 PROBE_EVERY_S = 1.0

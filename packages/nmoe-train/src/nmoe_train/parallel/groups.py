@@ -35,6 +35,9 @@ FAILED = "failed"
 USER_ERROR = 2
 NO_DEADLINE = datetime.timedelta(days=365)
 REMEDY = "see what ended that rank, and run the same command again to go on"
+PEER_CODES = ("E-PEER", "E-GROUP", "E-RDEP-PEER", "E-RDEP-LATE")
+"""Codes of errors that say that another rank is gone or late."""
+
 LOST_PEER = re.compile(
     r"(?P<left>connection|broken pipe|end of file|remote process exited)|timed? ?out", re.IGNORECASE
 )
