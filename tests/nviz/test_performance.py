@@ -237,3 +237,15 @@ def test_names_of_stages_and_runs_stay_text(root: Path, open_page: Open) -> None
     assert not any(mark in markup(app) for mark in ("<", "](", "**", ":red["))
     names = [line["name"] for chart in figures(app) for line in chart["data"] if "name" in line]
     assert any("alert" in name for name in names) and not any("<" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("page", "metric"),
+    [("performance", "mfu"), ("router", "router__entropy"), ("run", "grad_norm")],
+)
+def test_values_that_are_not_finite_are_counted_below_their_chart(
+    root: Path, open_page: Open, page: str, metric: str
+) -> None:
+    bad: dict[str, float] = {metric: math.nan}
+    RunFolder(root, "a").append(record(0), record(1, **bad), record(2, **bad), record(3))
+    assert "2 non-finite values" in texts(open_page(page, run="a"))

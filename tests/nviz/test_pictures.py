@@ -214,6 +214,8 @@ def test_a_live_page_grows_without_being_reloaded(page: Page, served: Served) ->
     assert page.evaluate("window.sameDocument") is True
     page.get_by_text("Follow the run").click()
     expect(page).to_have_url(re.compile(r"follow=false"))
+    # The page is drawn once more as following ends, and may read the run after the address changed.
+    page.wait_for_timeout(2500)
     served.live.event("fault", 39, what="gradient not finite, update skipped")
     page.wait_for_timeout(2500)
     expect(faults).to_contain_text("1")

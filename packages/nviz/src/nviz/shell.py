@@ -26,6 +26,7 @@ from nviz.alerts import (
     facts_of_summary,
     read_rules,
 )
+from nviz.charts import Drawing, Panel
 from nviz.errors import VizError
 from nviz.formats import escaped, moment, status
 from nviz.store import Run, Summary, Workspace
@@ -286,6 +287,25 @@ def chart(figure: go.Figure, key: str, alt: str) -> None:
     picture = {"format": "png", "scale": 2, "filename": key}
     config = {"displaylogo": False, "toImageButtonOptions": picture}
     st.plotly_chart(figure, key=key, config=config, alt=alt)
+
+
+def _bad_line(drawing: Drawing) -> None:
+    """How many values were not finite, and where the first ones were."""
+    if not drawing.bad:
+        return
+    first = ", ".join(f"{label} {word} at step {step:,}" for label, word, step in drawing.bad[:3])
+    more = f" and {len(drawing.bad) - 3} more" if len(drawing.bad) > 3 else ""
+    count = len(drawing.bad)
+    st.markdown(
+        f":orange[{count} non-finite value{'s' if count > 1 else ''}]: {escaped(first)}{more}"
+    )
+
+
+def panel(shown: Panel, drawing: Drawing) -> None:
+    """A panel with its title, its line, its figure, and what in it is not finite."""
+    section(shown.title, shown.line)
+    chart(drawing.figure, f"chart {shown.title}", shown.title)
+    _bad_line(drawing)
 
 
 def csv_button(name: str, table: Callable[[], pa.Table], label: str = "CSV") -> None:

@@ -32,7 +32,8 @@ def show(rows: Sequence[tuple[str, str]], names: tuple[str, str], key: str) -> N
 def page() -> None:
     """The chosen run's configuration."""
     run = shell.choose_run(
-        "Configuration", "Everything this run was started with. Search it, or compare fingerprints."
+        "Configuration",
+        "How this run was started. Look for a setting that you did not mean.",
     )
     shell.status_line(run, [run.name])
     left, right = st.columns([3, 2], gap="medium")

@@ -24,7 +24,7 @@ from nviz.store.manifests import (
 from nviz.store.parse import step_number
 from nviz.store.runs import Signature, signature
 
-LINE = "What the runs learn from: sources and their shares, shards, and the text of any document."
+LINE = "What the runs learn from. Look for a mixture that you did not mean; read some documents."
 START_HINT = "nmoe-data prep my-texts --out runs/data"
 FIND_S = 10.0
 SHARD_COLUMNS: dict[str, Any] = {

@@ -126,7 +126,7 @@ def page() -> None:
     runs = space.runs()
     shell.header(
         "Experiments",
-        "Settings of several runs side by side, those that differ first, with what came of them.",
+        "Settings of several runs, and what came of them. Look for what explains the difference.",
     )
     if not runs:
         shell.empty_root(space.root)

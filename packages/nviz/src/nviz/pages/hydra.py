@@ -21,7 +21,9 @@ TITLES = {
     "filter": "Filtered corpus",
     "report": "Report",
 }
-LINE = "A judge grades a sample, small heads learn its grades, a corpus is filtered by them."
+LINE = (
+    "A judge grades a sample, heads learn its grades and filter a corpus. Look for agreement first."
+)
 START_HINT = "nmoe-data hydra label my-texts --model NAME --base-url URL --out runs/labels"
 NUMBERS = {"spearman": "Spearman", "pearson": "Pearson", "mae": "MAE", "f1_at_3": "F1 at 3"}
 BANDS = ("drop", "band", "keep")

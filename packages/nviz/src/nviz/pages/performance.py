@@ -230,8 +230,7 @@ def panels(drawings: dict[str, Drawing]) -> None:
     for i in range(0, len(shown), 2):
         for column, panel in zip(st.columns(2, gap="medium"), shown[i : i + 2], strict=False):
             with column:
-                shell.section(panel.title, panel.line)
-                shell.chart(drawings[panel.title].figure, f"chart {panel.title}", panel.title)
+                shell.panel(panel, drawings[panel.title])
 
 
 def draw(run: Run) -> None:

@@ -146,8 +146,7 @@ def draw(run: Run) -> None:
             st.columns(2, gap="medium"), shown[i : i + 2], strict=False
         ):
             with column:
-                shell.section(panel.title, panel.line)
-                shell.chart(drawing.figure, f"chart {panel.title}", panel.title)
+                shell.panel(panel, drawing)
     shell.show_problems([*found.problems, *rows.problems])
 
 
@@ -194,7 +193,8 @@ def choose_layer(run: Run) -> None:
 def page() -> None:
     """The chosen run's router."""
     run = shell.choose_run(
-        "Router", "How evenly tokens reach the experts, layer by layer. Dead experts are named."
+        "Router",
+        "How evenly tokens reach the experts. Look for layers far from 1×, and for dead experts.",
     )
     choose_layer(run)
     shell.live(draw, run)

@@ -95,26 +95,11 @@ def facts(run: Run) -> list[str]:
     return found
 
 
-def bad_line(drawing: Drawing) -> None:
-    """How many values were not finite, and where the first ones were."""
-    if not drawing.bad:
-        return
-    first = ", ".join(f"{label} {word} at step {step:,}" for label, word, step in drawing.bad[:3])
-    more = f" and {len(drawing.bad) - 3} more" if len(drawing.bad) > 3 else ""
-    count = len(drawing.bad)
-    st.markdown(
-        f":orange[{count} non-finite value{'s' if count > 1 else ''}]: "
-        f"{formats.escaped(first)}{more}"
-    )
-
-
 def show(panel: Panel, drawing: Drawing, baseline: float | None = None) -> None:
     """A panel with its title, its line and its figure."""
-    shell.section(panel.title, panel.line)
     if baseline is not None:
         add_baseline(drawing.figure, baseline, "unigram baseline")
-    shell.chart(drawing.figure, f"chart {panel.title}", panel.title)
-    bad_line(drawing)
+    shell.panel(panel, drawing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +197,7 @@ def page() -> None:
     """The chosen run."""
     run = shell.choose_run(
         None,
-        "How training goes: losses, speed and step time. It refreshes itself while it trains.",
+        "How training goes. Look for a loss that falls and stays finite, and a level step time.",
     )
     view = controls(run)
     shell.live(lambda found: draw(found, view), run)

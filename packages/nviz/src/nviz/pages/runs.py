@@ -211,7 +211,7 @@ def page() -> None:
     with left:
         shell.header(
             "Runs",
-            "All training runs. Click one to see its curves; mark several to compare them.",
+            "All training runs. Look for alerts and rising curves; click a run, or mark several.",
         )
     with right:
         st.text_input(

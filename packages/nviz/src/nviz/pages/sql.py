@@ -25,7 +25,8 @@ def answer(sql: str) -> None:
     """Run the query and show its rows, or why it was refused."""
     started = time.perf_counter()
     try:
-        reply = shell.workspace().sql.query(sql, MOST_ROWS, LIMIT_S, MOST_BYTES)
+        with st.spinner("Reading the runs and answering"):
+            reply = shell.workspace().sql.query(sql, MOST_ROWS, LIMIT_S, MOST_BYTES)
     except VizError as error:
         st.error("The query was refused.")
         st.code(str(error), language=None)
@@ -36,7 +37,8 @@ def answer(sql: str) -> None:
     age = formats.duration(time.time() - reply.taken_unix_s)
     seconds = time.perf_counter() - started
     st.caption(f"{len(found.rows):,} rows{more}, {seconds:.2f} s; files as of {age} ago.")
-    st.dataframe(frame, hide_index=True, height=380, key="answer")
+    height = min(380, 38 + 35 * max(1, frame.num_rows))
+    st.dataframe(frame, hide_index=True, height=height, key="answer")
     shell.show_problems(list(reply.problems))
 
 
@@ -44,8 +46,8 @@ def page() -> None:
     """A query, its button and its rows."""
     shell.header(
         "SQL",
-        "Ask anything of the views `runs`, `metrics` and `events`, in DuckDB's SQL, reading only. "
-        'Names with a slash need double quotes: `"loss/train"`.',
+        "What the views `runs`, `metrics` and `events` answer to DuckDB's SQL, reading only. Look "
+        'for what no page shows; names with a slash need double quotes: `"loss/train"`.',
     )
     sql = st.text_area(
         "Query", EXAMPLE, height=150, key="sql", bind="query-params", label_visibility="collapsed"
