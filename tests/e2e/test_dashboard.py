@@ -34,7 +34,7 @@ def test_the_dashboard_follows_a_training_run(
         page.goto(f"{address}/router?run=live")
         expect(page.locator(".heatmaplayer image").first).to_be_visible()
         page.goto(f"{address}/configuration?run=live")
-        expect(page.get_by_test_id("stDataFrame").first).to_contain_text("model.attention.kind")
+        expect(page.get_by_test_id("stDataFrame").first).to_contain_text("data.tokenizer")
         page.goto("about:blank")
     finally:
         trainer.kill()

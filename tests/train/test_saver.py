@@ -365,7 +365,8 @@ def test_a_rank_that_fails_is_told_to_all_and_the_next_save_is_whole(
     assert isinstance(second, OSError) and not isinstance(second, RankFailed)
     for other in (first, third):
         assert isinstance(other, RankFailed) and "rank 1 failed" in str(other)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    # What a rank still wrote may stand there; nobody sees it.
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001"]
     begin(three, 3)
     assert settle(three) == [None] * 3
     assert newest(tmp_path)[0] == 3

@@ -87,7 +87,8 @@ def test_a_failure_that_stays_has_its_own_name_and_no_score(
 ) -> None:
     server.behaviour.faults = {kind: 0.2}
     wanted = documents(30)
-    done = grade(wanted, timeout_s=0.5)
+    # Short only where it must pass: a busy machine answers late.
+    done = grade(wanted, timeout_s=0.5 if kind == "timeout" else 10.0)
     status, detail, times = OUTCOMES[kind]
     assert len(done.labels) == 30
     hit = [label for d, label in zip(wanted, done.labels, strict=True) if server.fault_of(d.text)]

@@ -5,8 +5,12 @@ and format. The receiver knows what must come next and compares: a message that 
 repeated or out of turn is an error and never becomes a gradient. Headers travel between the CPUs;
 the tensor behind one is looked at only once its header is right.
 
-Receives are posted before they are needed, and sends wait for nobody. No two links of a stage share
-a group, as NCCL works off what a group is given in order: a receive would hold up a send.
+Headers are asked for before they are needed, tensors once their header is there, and sends wait for
+nobody. A tensor is not asked for earlier: NCCL's kernel would wait for it on the GPU, and CUDA,
+which loads other kernels when they are first used, may then wait for that one to end (CUDA's guide
+on lazy loading). Gloo would close the connection on a tensor of another size, and the header be
+lost. No two links of a stage share a group, as NCCL works off what a group is given in order: a
+receive would hold up a send.
 """
 
 import datetime
@@ -27,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 MOST_DIMENSIONS = 4
 HEADER_TAG, TENSOR_TAG = 0, 1
 POSTED_AHEAD = 2
-"""Receives that wait for their message at one time: the next one, and the one after."""
+"""Headers that are waited for at one time: the next one, and the one after."""
 
 
 class Direction(IntEnum):
@@ -118,14 +122,11 @@ class Outbox:
 
 @dataclass
 class _Posted:
-    """A receive that waits for its message."""
+    """A header that is waited for."""
 
     header: Header
     numbers: Tensor
-    tensor: Tensor
     header_came: dist.Work
-    tensor_came: dist.Work | None
-    """None where the tensor is asked for only after its header."""
 
 
 class Inbox:
@@ -157,21 +158,17 @@ class Inbox:
             posted.header_came.wait()
             if not torch.equal(posted.numbers, header.numbers()):
                 raise self._stray(header, Header.read(posted.numbers))
-            (posted.tensor_came or self._receive(posted.tensor, TENSOR_TAG)).wait()
+            tensor = torch.empty(header.shape, dtype=header.dtype, device=self._device)
+            self._receive(tensor, TENSOR_TAG).wait()
             self._post()
-        return posted.tensor
+        return tensor
 
     def _post(self) -> None:
         header = next(self._expected, None)
         if header is None:
             return
         numbers = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
-        tensor = torch.empty(header.shape, dtype=header.dtype, device=self._device)
-        came = self._receive(numbers, HEADER_TAG)
-        # Gloo would close the connection on a tensor of another size, and the header be lost.
-        early = self._device.type != "cpu"
-        tensor_came = self._receive(tensor, TENSOR_TAG) if early else None
-        self._posted.append(_Posted(header, numbers, tensor, came, tensor_came))
+        self._posted.append(_Posted(header, numbers, self._receive(numbers, HEADER_TAG)))
 
     def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
         work = dist.irecv(tensor, self._peer, self._link, tag)
