@@ -9,8 +9,8 @@ of every run that recorded a loss are written once in each peer's own format (`i
 not part of the time. A time is from the moment the address is asked for to the moment the page
 shows curves: `READY` says how many of what each page must hold. The three take turns; `cold` is the
 first visit of a fresh server, `warm` the median of later ones. They do not draw the same: nviz and
-trackio draw all runs, TensorBoard as many as its own choice takes, and each thins its curves. What a
-worker of TensorBoard paints cannot be asked of the page: its time ends when the values are there.
+trackio draw all runs, TensorBoard as many as its own choice takes, and each thins its curves. What
+a worker of TensorBoard paints cannot be asked of the page: its time ends when the values are there.
 """
 
 import argparse
