@@ -245,6 +245,7 @@ def _may_act(groups: Groups | Letters) -> bool:
     try:
         groups.guard()
     except Exception:
+        # The failure that led here is raised; this one would only hide it.
         return False
     return True
 

@@ -190,10 +190,6 @@ class Memory:
             if snapshot.settled_step is None:
                 snapshot.works, snapshot.kept, snapshot.settled_step = [], {}, -1
 
-    def forget_after(self, step: int) -> None:
-        """The training goes on from `step`: later ones will be made again."""
-        self._snapshots = {s: kept for s, kept in self._snapshots.items() if s[0] <= step}
-
     def _drop_older_than_all_have(self, step: int) -> None:
         """Drops what is older than a snapshot that all ranks have finished.
 
