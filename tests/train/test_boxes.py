@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from nmoe_train.checkpoint.box import Box, whole_box
 from nmoe_train.checkpoint.folder import SavedTensors
 from nmoe_train.errors import TrainError
+from nmoe_train.model.box import Box, whole_box
 from safetensors.torch import save_file
 
 NAME = "model.layers.0.mlp.up.weight"

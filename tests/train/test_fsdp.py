@@ -12,9 +12,10 @@ import torch
 from nmoe_train.checkpoint import gather_state, owned_state, state_places
 from nmoe_train.config import Config
 from nmoe_train.model import Transformer, initialise
+from nmoe_train.model.tensor import local
 from nmoe_train.optim import build_optimizer, clip_gradients
 from nmoe_train.parallel import Layout
-from nmoe_train.parallel.fsdp import free_gathered, last_backward, local, shard_weights
+from nmoe_train.parallel.fsdp import free_gathered, last_backward, shard_weights
 from nmoe_train.parallel.groups import Groups, make_groups
 from nmoe_train.parallel.reduction import StepSums, reduce_step
 from torch import Tensor

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 import torch
-from nmoe_train.checkpoint.box import Box, whole_box
 from nmoe_train.elastic.snapshot import Memory, Piece, plan_moves
+from nmoe_train.model.box import Box, whole_box
 from nmoe_train.parallel import Layout
 from nmoe_train.parallel.groups import Groups
 from torch import Tensor

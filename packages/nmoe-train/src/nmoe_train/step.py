@@ -65,7 +65,7 @@ def train_step(
 
     micros = list(_micro_batches(share, config, device))
     step = tokens // config.tokens_per_step
-    (pipeline or Pipeline(model, groups)).train(step, micros, losses, timer)
+    (pipeline or Pipeline(model, groups)).train(step, micros, losses, timer.stage)
     norm: Tensor | None = None
     if not groups.alone:
         with timer.stage("reduce"):

@@ -28,8 +28,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nmoe_train.checkpoint.body import Body
-from nmoe_train.checkpoint.box import Box, whole_box
 from nmoe_train.errors import TrainError
+from nmoe_train.model.box import Box, whole_box
 from nmoe_train.parallel.groups import ALONE, Groups
 from nmoe_train.parallel.letters import Letters
 

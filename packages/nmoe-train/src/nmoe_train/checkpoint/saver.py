@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmoe_train.checkpoint.box import Box
 from nmoe_train.checkpoint.folder import write_checkpoint
 from nmoe_train.checkpoint.snapshot import HostSnapshot
+from nmoe_train.model.box import Box
 from nmoe_train.parallel.groups import ALONE, Groups
 from nmoe_train.parallel.letters import Letters
 

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nmoe_train.checkpoint.box import Box, whole_box
 from nmoe_train.checkpoint.folder import SavedTensors
 from nmoe_train.errors import TrainError
 from nmoe_train.model import Transformer
+from nmoe_train.model.box import Box, held_box, whole_box
 from nmoe_train.model.initialise import STACKED_EXPERTS
-from nmoe_train.model.tensor import Cut
+from nmoe_train.model.tensor import Cut, local
 from nmoe_train.parallel import Layout
-from nmoe_train.parallel.fsdp import local, local_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -161,9 +160,9 @@ def _apart(
     name: str, parameter: Tensor, cut: Cut | None, experts: range
 ) -> Iterator[tuple[str, int | None, Place | None]]:
     """Names under which a parameter is saved, each with its index in a stack of experts here."""
-    box = _box_of(parameter, cut)
-    place = None
-    if box is not None:
+    box, place = None, None
+    if cut is not None or isinstance(parameter, DTensor):
+        box = held_box(parameter, cut)
         place = Place(box, over_tensor=cut is not None, over_data=isinstance(parameter, DTensor))
     if not STACKED_EXPERTS.search(name):
         yield name, None, place
@@ -176,20 +175,6 @@ def _apart(
         place = Place(within, over_tensor=False, over_data=True)
     for index, expert in enumerate(experts):
         yield f"{stack}.{expert}.{matrix}", index, place
-
-
-def _box_of(parameter: Tensor, cut: Cut | None) -> Box | None:
-    """What of a parameter is here: of its tensor-parallel cut, the shard over replicas."""
-    if cut is None and not isinstance(parameter, DTensor):
-        return None
-    start, whole = [0] * parameter.ndim, list(parameter.shape)
-    if isinstance(parameter, DTensor):
-        dim, first, _ = local_range(parameter)
-        start[dim] = first
-    if cut is not None:
-        start[cut.dim] += cut.start
-        whole[cut.dim] = cut.whole
-    return Box(tuple(start), tuple(local(parameter).shape), tuple(whole))
 
 
 def materialise_moments(model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -5,7 +5,7 @@ the experts of its place, whatever is cut over ranks, and nothing that is replic
 sending goes on beside the next step. When ranks have died, those left look for the newest step of
 which they hold all pieces together, and bring each piece to whoever holds it in the new layout.
 
-Pieces are boxes of named tensors (`checkpoint.box`), so the layouts need not be alike. Two
+Pieces are boxes of named tensors (`model.box`), so the layouts need not be alike. Two
 snapshots are kept, as the newest may be under way: the older one goes when every rank must have
 finished the newer one, which a step made by all ranks since proves.
 """
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nmoe_train.checkpoint import gather_state, materialise_moments, state_boxes
-from nmoe_train.checkpoint.box import Box, whole_box
 from nmoe_train.model import Transformer
+from nmoe_train.model.box import Box, whole_box
 from nmoe_train.parallel.groups import Groups
 
 TAG = 61_000

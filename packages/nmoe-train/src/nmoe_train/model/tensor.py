@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,20 @@ class Cut:
     def of(self, tensor: Tensor) -> Tensor:
         """The part of the whole tensor that is here."""
         return tensor.narrow(self.dim, self.start, self.length)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a weight, a gradient or a moment is on this rank; it shares its memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def local_range(tensor: DTensor) -> tuple[int, int, int]:
+    """The dimension along which a tensor is cut, and where this rank's part starts and ends."""
+    (shard,) = tensor.placements
+    assert isinstance(shard, Shard)
+    length, ranks = tensor.shape[shard.dim], tensor.device_mesh.size()
+    start = min(tensor.device_mesh.get_local_rank() * -(-length // ranks), length)
+    return shard.dim, start, start + local(tensor).shape[shard.dim]
 
 
 class TensorParallel:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nmoe_train.config import OptimizerConfig
 from nmoe_train.model.initialise import STACKED_EXPERTS
-from nmoe_train.parallel.fsdp import local
+from nmoe_train.model.tensor import local
 
 
 class GuardedAdamW(torch.optim.AdamW):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from nmoe_train.model import Transformer
 from nmoe_train.parallel.groups import Groups
@@ -69,20 +69,6 @@ def free_gathered(model: nn.Module) -> None:
     """Gives up what was gathered for a forward pass that no backward follows."""
     for module in _sharded(model):
         module.reshard()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What of a weight, a gradient or a moment is on this rank; it shares its memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def local_range(tensor: DTensor) -> tuple[int, int, int]:
-    """The dimension along which a tensor is cut, and where this rank's part starts and ends."""
-    (shard,) = tensor.placements
-    assert isinstance(shard, Shard)
-    length, ranks = tensor.shape[shard.dim], tensor.device_mesh.size()
-    start = min(tensor.device_mesh.get_local_rank() * -(-length // ranks), length)
-    return shard.dim, start, start + local(tensor).shape[shard.dim]
 
 
 def _placement(weight: Tensor, ranks: int) -> Shard:

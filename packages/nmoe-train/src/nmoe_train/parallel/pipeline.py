@@ -12,6 +12,7 @@ backward in turn. Letters: P stages, C chunks of a stage.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,8 @@ from nmoe_train.data import Step
 from nmoe_train.model import ModelOutput, Transformer
 from nmoe_train.model.costs import embedding_cost, head_cost, layer_cost
 from nmoe_train.model.deferred import WeightQueue, deferring
-from nmoe_train.parallel.fsdp import last_backward, local
+from nmoe_train.model.tensor import local
+from nmoe_train.parallel.fsdp import last_backward
 from nmoe_train.parallel.groups import ALONE, Groups
 from nmoe_train.parallel.messages import Direction, Header, Links, open_links
 from nmoe_train.parallel.schedule import (
@@ -34,10 +36,12 @@ from nmoe_train.parallel.schedule import (
     make_plan,
 )
 from nmoe_train.parallel.split import given_split, split_layers
-from nmoe_train.telemetry.timers import StageTimer
 
 Losses = Callable[[ModelOutput, Step], Tensor]
 """Notes what a part's forward gave, and returns the loss that its backward starts from."""
+
+Timed = Callable[[str], AbstractContextManager[None]]
+"""A context for a named stage of the work, which may note how long it took."""
 
 
 def part_layers(config: Config, vocab_size: int, stages: int) -> list[range]:
@@ -78,7 +82,7 @@ class _Pass:
     """The step, or in an evaluation the number of evaluations before it."""
     micros: Sequence[Step]
     states: Direction
-    timer: StageTimer
+    timed: Timed
     held: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     """By micro-batch and chunk."""
 
@@ -121,14 +125,14 @@ class Pipeline:
         """Whether the last part, which makes the loss, is here."""
         return self._stage == self._stages - 1
 
-    def train(self, step: int, micros: Sequence[Step], losses: Losses, timer: StageTimer) -> None:
+    def train(self, step: int, micros: Sequence[Step], losses: Losses, timed: Timed) -> None:
         """Adds the gradients of all micro-batches to the weights' `grad`.
 
         `losses` hears of each micro-batch once for every part that is here.
         """
         plan = make_plan(self._schedule, self._stages, len(micros), self._chunks)
         splits = any(action.kind is Kind.WEIGHT for action in plan[self._stage])
-        going = _Pass(step, micros, Direction.STATES, timer)
+        going = _Pass(step, micros, Direction.STATES, timed)
         self._expect(plan, going)
         for action in plan[self._stage]:
             key = (action.micro, action.chunk)
@@ -138,7 +142,7 @@ class Pipeline:
             elif action.kind is Kind.BACKWARD:
                 self._backward(action, going)
             else:
-                with timer.stage("weights"):
+                with timed("weights"):
                     queue = going.held.pop(key).weights
                     assert queue is not None
                     queue.run()
@@ -153,8 +157,7 @@ class Pipeline:
         On the ranks that have the output, `use` gets the states of each before the projection.
         """
         plan = forward_plan(self._stages, len(micros), self._chunks)
-        timer = StageTimer(self.model.device)
-        going = _Pass(self._evaluations, micros, Direction.EVALUATION, timer)
+        going = _Pass(self._evaluations, micros, Direction.EVALUATION, lambda _: nullcontext())
         self._evaluations += 1
         self._expect(plan, going)
         for action in plan[self._stage]:
@@ -171,7 +174,7 @@ class Pipeline:
     ) -> _InFlight:
         inputs = self._inputs(action, going)
         with (
-            going.timer.stage("forward"),
+            going.timed("forward"),
             self._groups.among_peers("in the forward pass"),
             deferring(weights),
         ):
@@ -191,10 +194,10 @@ class Pipeline:
         if part < len(self._parts) - 1:
             inbox = self._links.gradients_in
             assert inbox is not None
-            with going.timer.stage("bubble"):
+            with going.timed("bubble"):
                 ends.append((flight.hidden, inbox.receive(self._gradient(action, part, going))))
         with (
-            going.timer.stage("backward"),
+            going.timed("backward"),
             self._groups.among_peers("in the backward pass"),
             deferring(flight.weights),
         ):
@@ -227,7 +230,7 @@ class Pipeline:
         if part == 0:
             return going.micros[action.micro].inputs_BS
         assert self._links.states_in is not None
-        with going.timer.stage("bubble"):
+        with going.timed("bubble"):
             return self._links.states_in.receive(self._states(action, part, going))
 
     def _run_part(self, action: Action, going: _Pass, inputs: Tensor) -> ModelOutput:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from nmoe_train.model import Transformer
 from nmoe_train.model.initialise import STACKED_EXPERTS
-from nmoe_train.parallel.fsdp import local
+from nmoe_train.model.tensor import local
 from nmoe_train.parallel.groups import Groups
 
 BUCKET_NUMBERS = 1 << 24

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nmoe_train.model.tensor import Cut, local, local_range
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,15 @@ class Box:
 def whole_box(shape: tuple[int, ...]) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), shape, shape)
+
+
+def held_box(parameter: Tensor, cut: Cut | None) -> Box:
+    """What of a parameter is here: of its tensor-parallel `cut`, the shard over replicas."""
+    start, whole = [0] * parameter.ndim, list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        dim, first, _ = local_range(parameter)
+        start[dim] = first
+    if cut is not None:
+        start[cut.dim] += cut.start
+        whole[cut.dim] = cut.whole
+    return Box(tuple(start), tuple(local(parameter).shape), tuple(whole))
