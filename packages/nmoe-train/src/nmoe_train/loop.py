@@ -22,15 +22,9 @@ from nmoe_kernels import pick_backend
 from nmoe_kernels.rdep import ExpertParallel
 
 from nmoe_train.checkpoint import (
-    Saved,
-    Saver,
     complete_checkpoints,
-    gather_state,
     newest_sound_checkpoint,
-    owned_state,
     restore_state,
-    state_boxes,
-    state_places,
 )
 from nmoe_train.config import Config
 from nmoe_train.config.fingerprint import fingerprint, result_fields
@@ -50,6 +44,7 @@ from nmoe_train.parallel.experts import exchange_record
 from nmoe_train.parallel.fsdp import shard_weights
 from nmoe_train.parallel.groups import PEER_CODES, Groups, RankFailed, host_name
 from nmoe_train.parallel.pipeline import Pipeline, held_layers, part_layers
+from nmoe_train.saves import Saves
 from nmoe_train.step import step_record, train_step
 from nmoe_train.telemetry import (
     MetricsWriter,
@@ -199,14 +194,18 @@ class _Training:
         )
         self.own_ms = 0.0
         self.step = 0
-        self.saved_step = 0
         self.updates = 0
         self.skipped_in_a_row = 0
         self.results: dict[str, float] = {}
-        self.save_ms: dict[str, float] = {}
         self.save_failed = False
-        self.saver = Saver(
-            folder.checkpoints, config.checkpoint.keep, groups=groups, device=self.device
+        self.saves = Saves(
+            config,
+            groups,
+            folder,
+            self.device,
+            self.fields,
+            observer.message,
+            may_fail=session is not None,
         )
 
     def run(self, allow_changes: bool) -> Outcome:
@@ -230,20 +229,19 @@ class _Training:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             if self.session is not None and self.session.recoverable(error):
                 # What happened is told by those that go on, from a state that they choose.
-                with contextlib.suppress(Exception):
-                    self.saver.leave(wait=False)
+                self.saves.abandon()
                 raise
             # With a rank gone a save comes to nothing, and its launcher soon ends this one too.
             told = isinstance(error, RankFailed)
             gone = getattr(error, "code", None) in PEER_CODES and not told
-            self._leave_saver(wait=status == "failed" and not gone)
+            self.saves.leave(self.step, wait=status == "failed" and not gone)
             # A full disk may refuse these too, or a run that goes on elsewhere; the error itself
             # is what the user must see.
             with contextlib.suppress(OSError, TrainError):
                 self.folder.event("fault", step=self.step, what=str(error) or type(error).__name__)
                 self.folder.end(status, **self.results)
             raise
-        self.saver.leave(wait=True)
+        self.saves.close()
         if status == RESIZED:
             self.folder.event("end", step=self.step, status=status)
         else:
@@ -283,7 +281,7 @@ class _Training:
             pieces = held_pieces(self.model, self.optimizer)
             session.memory.take(pieces, self.step, self._facts())
         session.memory.settle(self.step)
-        self._finish_save(needed=not session.memory.every)
+        self.saves.finish(self.step, needed=not session.memory.every)
 
     def _finish_step(self, session: Session) -> None:
         """Says that a step is done, and copies the state if it is time or the last chance."""
@@ -310,9 +308,9 @@ class _Training:
                 if self.resized:
                     self._make_way(self.session)
                     return RESIZED
-            if self.step != self.saved_step:
+            if self.step != self.saves.step:
                 self._save()
-            self._finish_save(needed=True)
+            self.saves.finish(self.step, needed=True)
         if self.step < self.config.train.steps:
             return "interrupted"
         if "loss/validation" not in self.results:
@@ -354,8 +352,8 @@ class _Training:
         if self.stopped_by is not None or self.resized:
             return None
         if self.save_failed:
-            self._finish_save(needed=False)
-        self._note_saved(self.saver.poll())
+            self.saves.finish(self.step, needed=False)
+        self.saves.poll()
         self.step += 1
         tokens = self.step * self.config.tokens_per_step
         moved = None if self.experts is None else self.experts.counters()
@@ -383,10 +381,9 @@ class _Training:
             "tokens_per_s": self.config.tokens_per_step / step_s,
             "step_ms": step_s * 1e3,
             **stages,
-            **self.save_ms,
+            **self.saves.times(),
             "active_ranks": self.layout.ranks,
         }
-        self.save_ms = {}
         if self.peak is not None:
             rate = record["tokens_per_s"] * self.flops
             record["mfu"] = rate / (self.peak * self.layout.ranks)
@@ -416,7 +413,7 @@ class _Training:
         counted = share.predictions if self.layout.speaks_for_share else 0
         own_us = [0] * self.layout.ranks
         own_us[self.layout.rank] = round(self.own_ms * 1e3)
-        failed = int(self.saver.failed)
+        failed = int(self.saves.failed)
         predictions, resize, failed, *votes = self.groups.counts(
             counted, resize, failed, *asked, *own_us
         )
@@ -469,66 +466,7 @@ class _Training:
         return loss
 
     def _save(self) -> None:
-        """Begins to save the state as it is; the training waits while it is copied.
-
-        It also waits for the save before, if that one is not finished yet.
-        """
-        started_s = time.perf_counter()
-        self._finish_save(needed=False)
-        meta = {
-            "tokens": self.step * self.config.tokens_per_step,
-            "updates": self.updates,
-            "steps": self.config.train.steps,
-            "fingerprint": fingerprint(self.fields),
-            "fields": self.fields,
-            "layout": self.layout.sizes(),
-            "loader": {"step": self.step, "seed": self.config.run.seed},
-            "randomness": {"seed": self.config.run.seed},
-        }
-        self.saver.begin(
-            self.step,
-            owned_state(
-                gather_state(self.model, self.optimizer),
-                self.layout,
-                state_places(self.model),
-                self.model.copies,
-            ),
-            meta,
-            state_boxes(self.model),
-        )
-        self.saved_step = self.step
-        self.save_ms["checkpoint/stall_ms"] = (time.perf_counter() - started_s) * 1e3
-
-    def _finish_save(self, *, needed: bool) -> None:
-        """Waits for the save under way, if any.
-
-        In an elastic run a disk that refuses is an alert, as memory holds the state, unless the
-        save is `needed`: to end the run, or where no memory is kept.
-        """
-        try:
-            self._note_saved(self.saver.settle())
-        except (OSError, RankFailed) as error:
-            if self.session is None or needed:
-                raise
-            what = f"not saved, training goes on: {error}"
-            self.observer.message(f"warning {what}")
-            self.folder.event("alert", step=self.step, what=what)
-
-    def _note_saved(self, saved: Saved | None) -> None:
-        """Notes that a save is complete; its time stands in the record of the step being made."""
-        if saved is not None:
-            self.save_ms["checkpoint/commit_ms"] = saved.commit_ms
-            self.folder.event("checkpoint", step=saved.step, commit_ms=saved.commit_ms)
-
-    def _leave_saver(self, *, wait: bool) -> None:
-        """Notes how the save under way ended, of a run that ends by an error of another kind."""
-        with contextlib.suppress(OSError):
-            try:
-                saved = self.saver.leave(wait=wait)
-            except Exception as problem:
-                self.folder.event("fault", step=self.step, what=f"not saved: {problem}")
-            else:
-                self._note_saved(saved)
+        self.saves.begin(self.step, self.updates, self.model, self.optimizer)
 
     def _remember(self, session: Session) -> bool:
         """Takes the state that the ranks hold together in memory, if it is the newest there is."""
@@ -537,7 +475,7 @@ class _Training:
         facts = session.memory.restore(pieces, self.groups, newer_than=saved_step)
         if facts is None:
             return False
-        self.step, self.saved_step, self.updates = facts["step"], saved_step, facts["updates"]
+        self.step, self.updates, self.saves.step = facts["step"], facts["updates"], saved_step
         self.skipped_in_a_row, self.results = facts["skipped_in_a_row"], facts["results"]
         count_updates(self.optimizer, self.updates)
         self.came_from = "memory"
@@ -560,7 +498,7 @@ class _Training:
                 f"{checkpoint.path} was made with another configuration ({'; '.join(changed)})",
                 "restore these values, choose another run.dir, or pass --allow-changes",
             )
-        self.step = self.saved_step = checkpoint.step
+        self.step = self.saves.step = checkpoint.step
         self.updates = int(checkpoint.meta["updates"])
         saved = checkpoint.tensors()
         self.groups.all_do(lambda: restore_state(self.model, self.optimizer, saved, self.updates))
