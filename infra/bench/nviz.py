@@ -26,6 +26,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 
@@ -35,6 +36,7 @@ sys.path.insert(0, str(SUPPORT))
 from browser import (  # noqa: E402  # only on the path from here on
     ARGUMENTS,
     chromium,
+    free_port,
     start_dashboard,
     stop_dashboard,
 )
@@ -43,6 +45,7 @@ from run_folder import RunFolder, expert_record, record, trained  # noqa: E402
 REPEATS = 5
 PATIENCE_MS = 120_000
 COMPARED = 50
+COMPARISON = "/compare?q=moonlet+completed"
 LARGEST = "deepseek-0048"
 LIST_READY = "() => document.querySelector('[data-testid=stDataFrame] td')"
 LINES_READY = f"() => document.querySelectorAll('.scatterlayer .trace').length >= {COMPARED}"
@@ -66,6 +69,15 @@ while True:
     time.sleep({1.0 / POLL_HZ})
 """
 SESSIONS = 6
+# The least that any Streamlit page with such a chart takes: no search, no files, no statistics.
+BARE = f"""
+import plotly.graph_objects as go
+import streamlit as st
+figure = go.Figure()
+for line in range({COMPARED}):
+    figure.add_scatter(x=list(range(500)), y=[line + 1 / (1 + x) for x in range(500)])
+st.plotly_chart(figure)
+"""
 
 
 def say(name: str, found: dict[str, Any]) -> None:
@@ -112,7 +124,7 @@ def measure_pages(context: BrowserContext, address: str, pid: int) -> dict[str, 
     found: dict[str, Any] = {}
     pages = {
         "runs": ("/", LIST_READY),
-        "compare": ("/compare?q=moonlet+completed", LINES_READY),
+        "compare": (COMPARISON, LINES_READY),
         "router": (f"/router?run={LARGEST}", MAP_READY),
     }
     for name, (path, ready) in pages.items():
@@ -125,6 +137,7 @@ def measure_pages(context: BrowserContext, address: str, pid: int) -> dict[str, 
         found[name]["server_cpu_s"] = (cpu_s(pid) - before_s) / REPEATS
         say(name, found[name])
     found["compare_in_session"] = measure_comparison(context, address)
+    found["beside_bare"] = measure_floor(context, address)
     found["router_in_session"] = measure_layers(context, address)
     return found
 
@@ -171,6 +184,47 @@ def measure_layers(context: BrowserContext, address: str) -> dict[str, Any]:
     found = summary(None, warm)
     say("router in session", found)
     return found
+
+
+def measure_floor(context: BrowserContext, address: str) -> dict[str, Any]:
+    """A comparison by address beside a bare Streamlit page with as many lines, in turns."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "bare.py")
+        script.write_text(BARE)
+        command = [sys.executable, "-m", "streamlit", "run", str(script), "--server.headless=true"]
+        command += [f"--server.port={port}", "--server.address=127.0.0.1"]
+        command += ["--browser.gatherUsageStats=false", "--server.fileWatcherType=none"]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            places = {"bare": f"http://127.0.0.1:{port}/", "compare": f"{address}{COMPARISON}"}
+            wait_until_served(places["bare"])
+            for place in places.values():
+                opened(context, place, LINES_READY)
+            each: dict[str, list[float]] = {name: [] for name in places}
+            for _ in range(REPEATS):
+                for name, place in places.items():
+                    each[name].append(opened(context, place, LINES_READY))
+        finally:
+            server.kill()
+            server.wait()
+    found = {f"{name}_s": statistics.median(seconds) for name, seconds in each.items()}
+    found |= {"ratio": found["compare_s"] / found["bare_s"], "of_each_s": each}
+    say("beside a bare page", found)
+    return found
+
+
+def wait_until_served(address: str) -> None:
+    """Returns once a server answers."""
+    end_s = time.monotonic() + PATIENCE_MS / 1e3
+    while True:
+        try:
+            urlopen(address, timeout=5).close()
+            return
+        except OSError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.2)
 
 
 def measure_live(context: BrowserContext) -> dict[str, Any]:
