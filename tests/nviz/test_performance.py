@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headless import EVIL, Open, figures, markup, open_page, rerun, texts, tiles, titles
+from nviz.figures import stage_figure
 from nviz.queries import performance
 from nviz.store import columns
 from nviz.store.columns import ColumnReader, Rows
@@ -120,6 +121,25 @@ def test_recorded_waiting_goes_before_the_whole_exchange(root: Path) -> None:
         run.append(*made, rank=rank)
     found = performance.rank_speeds(all_ranks(run))
     assert [(item.rank, item.mean_ms) for item in found] == [(1, 980.0), (0, 880.0), (2, 880.0)]
+
+
+def test_a_recorded_own_time_is_taken_as_it_is(root: Path) -> None:
+    run = RunFolder(root, "a")
+    for rank, own in enumerate((100.0, 250.0)):
+        made = [record(step, **times(step), own_ms=own) for step in range(40)]
+        run.append(*made, rank=rank)
+    found = performance.rank_speeds(all_ranks(run))
+    assert [(item.rank, item.mean_ms) for item in found] == [(1, 250.0), (0, 100.0)]
+
+
+def test_steps_that_recorded_no_stage_are_left_out_of_the_stack(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.append(*[record(step) for step in range(10)])
+    run.append(*[record(step, **times(step)) for step in range(10, 20)])
+    found = performance.stage_times(rows(run), ["dispatch", "combine"], rest=False, buckets=20)
+    figure = stage_figure(found, dark=False)
+    for trace, value in zip(figure.data, (50.0, 40.0), strict=True):
+        assert list(trace.x) == list(range(10, 20)) and list(trace.y) == [value] * 10
 
 
 def test_who_waits_for_whom_is_a_mean_over_the_newest_steps(root: Path, open_page: Open) -> None:

@@ -52,15 +52,19 @@ def palette(dark: bool) -> tuple[str, ...]:
 
 
 def stage_figure(found: StageTimes, dark: bool, height: int = 300) -> go.Figure:
-    """Milliseconds of each stage over steps, stacked; what no stage explains is grey, on top."""
+    """Milliseconds of each stage over steps, stacked; what no stage explains is grey, on top.
+
+    Stretches of steps in which no stage was recorded are left out: a stack would draw them as 0.
+    """
     figure = base_figure(height)
     colours = palette(dark)
+    known_B = np.isfinite(found.ms_PB).any(axis=0)
     for at, name in enumerate(found.stages):
         colour = GREY if name == REST else colours[at % (len(colours) - 1)]
         figure.add_trace(
             go.Scatter(
-                x=found.step_B.tolist(),
-                y=np.round(found.ms_PB[at], 4).tolist(),
+                x=found.step_B[known_B].tolist(),
+                y=np.round(found.ms_PB[at, known_B], 4).tolist(),
                 name=html.escape(name),
                 mode="lines",
                 stackgroup="stages",

@@ -22,8 +22,9 @@ ORDER = ("data", "forward", "backward", "optimizer")
 INNER = ("dispatch", "expert", "combine")
 WAIT = "rdep/wait_ms"
 EXCHANGE = (PREFIX + "dispatch", PREFIX + "combine")
+OWN_MS = "own_ms"
 # What `own_ms` needs.
-OWN = (STEP_MS, WAIT, *EXCHANGE)
+OWN = (OWN_MS, STEP_MS, WAIT, *EXCHANGE)
 REST = "rest of the step"
 MOST_STAGES = 12
 BUCKETS = 240
@@ -92,10 +93,14 @@ def peers_of(metrics: Iterable[str]) -> list[int]:
 def own_ms(rows: Rows) -> Array:
     """A rank's own milliseconds in each row (N): of `step_ms` what is not waiting for others.
 
-    Every rank of a synchronous step ends it together, so `step_ms` is much the same on all. Where
-    the exchange did not record its waiting, all of dispatch and combine counts as such. NaN where
+    Every rank of a synchronous step ends it together, so `step_ms` is much the same on all. The
+    trainer knows best where it waited and records `own_ms`; of a run without it, waiting for the
+    exchange is taken off, or all of dispatch and combine where that was not recorded. NaN where
     there is none.
     """
+    if OWN_MS in rows.columns:
+        own = rows.columns[OWN_MS].values
+        return np.where(np.isfinite(own), own, np.nan)
     if STEP_MS not in rows.columns:
         return np.full(len(rows.step), np.nan)
     own = rows.columns[STEP_MS].values.copy()
