@@ -281,7 +281,7 @@ class JudgeServer:
     def __enter__(self) -> "JudgeServer":
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(10.0)
+        assert self._ready.wait(60.0)
         return self
 
     def __exit__(self, *_: object) -> None:

