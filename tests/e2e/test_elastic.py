@@ -14,14 +14,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import broken_worker
 import pyarrow.parquet as pq
 import pytest
 from commands import checkpoint_hashes
 from layout_runs import Case, metrics, run_cases
 from nmoe_data.prep import prep
+from nmoe_train.config import load_config
 from nmoe_train.drill.plan import KINDS, TAIL_STEPS, plan_faults
 from nmoe_train.drill.report import losses, read_events
 from nmoe_train.drill.run import Drill
+from nmoe_train.elastic.launcher import Launcher
 from nmoe_train.presets import DRILL
 
 WORKERS = 4
@@ -144,6 +147,32 @@ def test_a_signal_to_the_launcher_ends_the_run_with_a_checkpoint_and_it_goes_on(
     assert f"resuming from step-{record['step']:08d}" in output
     assert json.loads((run / "run.json").read_text())["status"] == "completed"
     assert checkpoint_hashes(run)
+
+
+@pytest.mark.slow
+def test_workers_that_break_by_themselves_are_named_and_given_up(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The process that workers are forked from looks here for what it should import.
+    monkeypatch.setenv("PYTHONPATH", str(Path(broken_worker.__file__).parent))
+    run, restarts = tmp_path / "run", 1
+    sets = {"run.dir": run, "data.dir": data_dir, "train.steps": 120, "elastic.restarts": restarts}
+    config = load_config(DRILL, [f"{key}={json.dumps(v, default=str)}" for key, v in sets.items()])
+    run.mkdir()
+    until_s = time.monotonic() + 400
+    with Launcher(config, 3, "broken_worker:broken_work", log=tmp_path / "log") as launcher:
+        while not launcher.ended:
+            launcher.poll()
+            assert time.monotonic() < until_s, (tmp_path / "log").read_text()
+    assert launcher.exit_code == 0, (tmp_path / "log").read_text()
+    assert len(losses(run)) == 120
+    faults = [e["what"] for e in read_events(run) if e["event"] == "fault"]
+    own = [what for what in faults if "failed: AcceleratorError: CUDA error" in what]
+    crashes = [what for what in faults if "was ended by SIGSEGV" in what]
+    assert own or crashes
+    assert len(own) <= 1 + restarts
+    assert len(crashes) <= 1 + restarts
+    assert not [what for what in faults if "E-PEER" in what], "nobody is blamed for a lost peer"
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from nmoe_train.config import Config
 from nmoe_train.elastic.coordinator import REFUSED_S, Coordinator
-from nmoe_train.elastic.link import Control
+from nmoe_train.elastic.link import Beat, Control
 from nmoe_train.elastic.membership import Generation
 
 DEADLINE_S = 5.0
@@ -78,7 +78,7 @@ class Workers:
         self.now_s += seconds
         self.beats += 1
         for number in self.alive:
-            self.set(f"beat/{number}", json.dumps([self.beats, *self.steps.get(number, (0, 0))]))
+            self.set(f"beat/{number}", Beat(self.beats, *self.steps.get(number, (0, 0))).encode())
         self.coordinator.tick(self.now_s)
 
     def start(self, count: int) -> None:
@@ -345,3 +345,53 @@ def test_a_problem_that_the_user_must_mend_ends_the_run_for_all() -> None:
     workers.tell("failed", number=1, code=2, what="E-NOT-FINITE: no")
     workers.tick()
     assert workers.control.end == {"code": 2, "what": "E-NOT-FINITE: no"}
+
+
+def fail_together(workers: Workers, what: str = "a peer has left") -> None:
+    """Ends the generation: every member complains, and nobody is lost."""
+    for number in workers.members:
+        workers.complain(number, workers.members, what)
+    workers.tick()
+
+
+def test_generations_that_end_again_and_again_before_a_new_step_end_the_run() -> None:
+    # Fault: a rank that breaks in every generation, and never dies of it.
+    workers = Workers(2, fruitless=4)
+    workers.start(2)
+    workers.train(7)
+    for _ in range(3):
+        fail_together(workers, "rank 1 waited in vain")
+        # Steps made once more are no progress.
+        workers.train(7)
+    assert workers.control.end is None
+    fail_together(workers, "rank 1 waited in vain")
+    end = workers.control.end
+    assert end is not None
+    assert end["code"] == 2
+    assert end["what"].startswith("E-ELASTIC-STUCK: 4 generations in a row ended before step 8")
+    assert "the last because rank 1 waited in vain" in end["what"]
+
+
+def test_a_new_step_between_faults_lets_the_run_go_on_for_ever() -> None:
+    workers = Workers(2, fruitless=2)
+    workers.start(2)
+    for step in range(2, 12):
+        fail_together(workers)
+        workers.train(step)
+    assert workers.control.end is None
+
+
+def test_a_generation_that_makes_room_before_its_first_step_is_not_in_vain() -> None:
+    workers = Workers(2, fruitless=2)
+    workers.start(2)
+    workers.die(1)
+    workers.complain(0, (0,))
+    workers.tick()
+    workers.join(5, slot=1)
+    for number in (0, 5):
+        workers.reach(number, (0, 5))
+    workers.tick()
+    workers.complain(0, (0, 5), what="")
+    workers.tick()
+    assert (workers.members, workers.control.end) == ([0, 5], None)
+    assert [fault.worker for fault in workers.generation.faults] == [1], "told of, once"

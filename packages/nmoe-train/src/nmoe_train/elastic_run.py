@@ -21,7 +21,7 @@ from nmoe_train.elastic.link import StoreGone
 from nmoe_train.elastic.membership import Place
 from nmoe_train.elastic.recover import ElasticWorker, End, Evicted
 from nmoe_train.elastic.session import Session
-from nmoe_train.errors import TrainError
+from nmoe_train.errors import USER_ERROR, TrainError
 from nmoe_train.interrupt import SIGNALS, signal_of
 from nmoe_train.parallel import Layout
 from nmoe_train.parallel.groups import Groups
@@ -29,7 +29,6 @@ from nmoe_train.run import run_config
 
 logger = logging.getLogger("nmoe_train")
 
-USER_ERROR = 2
 WORK = "nmoe_train.elastic_run:work"
 
 

@@ -1,5 +1,8 @@
 """Errors that the user can mend, each with a stable code."""
 
+USER_ERROR = 2
+"""Exit code of a command that such an error has ended."""
+
 
 class TrainError(Exception):
     """A problem the user can mend: what was wrong, where, and what to do about it.

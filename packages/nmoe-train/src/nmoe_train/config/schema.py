@@ -372,7 +372,10 @@ class ElasticConfig(Section):
     min_ep: PositiveInt = 1
     """Fewest ranks over which experts may be spread, where memory cannot hold more on each."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a worker that failed by an error of its own is started again."""
+    """How often in a row a worker is started again that ended before it finished a new step."""
+    fruitless: PositiveInt = 10
+    """Generations of workers in a row that a fault may end before they finish a new step; then the
+    run ends."""
 
 
 class EvalConfig(Section):

@@ -3,7 +3,9 @@
 It runs in the launcher that hosts the store, and is the only one who writes `control` and
 generations. Time is its own clock alone: a worker is alive while its beat changes. A generation
 ends once a worker is lost or complains; then every member says whom it reaches, or is counted out
-after the deadline, and the next generation is formed by the rules of `membership`.
+after the deadline, and the next generation is formed by the rules of `membership`. Where one
+generation after another ends by a fault before it has made a step that none had made, it ends the
+run: what ends them does not pass.
 """
 
 import json
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nmoe_train.config import Config
-from nmoe_train.elastic.link import CONTROL, NEWS, Control
+from nmoe_train.elastic.link import CONTROL, NEWS, Beat, Control
 from nmoe_train.elastic.membership import (
     Fault,
     Generation,
@@ -24,6 +26,7 @@ from nmoe_train.elastic.membership import (
     next_generation,
     side_that_goes_on,
 )
+from nmoe_train.errors import USER_ERROR, TrainError
 
 logger = logging.getLogger("nmoe_train")
 
@@ -63,6 +66,8 @@ class _Ending:
     fault_s: float
     """When the first that was lost gave its last sign of life."""
     faults: list[Fault] = field(default_factory=list)
+    untold: tuple[Fault, ...] = ()
+    """Those that led to the generation, where it never got as far as telling of them."""
 
 
 class Coordinator:
@@ -82,6 +87,10 @@ class Coordinator:
         """The newest generation that has made a step."""
         self.step = 0
         """The last step that any worker has finished, since the last recovery that made one."""
+        self._furthest = 0
+        """The last step that any worker has ever finished."""
+        self._fruitless = 0
+        """Generations in a row that a fault has ended before they went beyond that."""
         self.control = Control()
         self._publish()
 
@@ -191,8 +200,8 @@ class Coordinator:
             beat = self._store.get(key) if self._store.check([key]) else b""
             if beat != known.beat:
                 known.beat, known.heard_s = beat, now_s
-                _, generation, step = json.loads(beat)
-                self._note_progress(generation, step)
+                said = Beat(**json.loads(beat))
+                self._note_progress(said.generation, said.step)
 
     def _note_progress(self, generation: int, step: int) -> None:
         """A worker has finished a step of a generation; 0 is none."""
@@ -201,6 +210,8 @@ class Coordinator:
         if self._trained is not self.generation:
             self._trained, self.step = self.generation, 0
         self.step = max(self.step, step)
+        if step > self._furthest:
+            self._furthest, self._fruitless = step, 0
 
     def _members(self) -> list[_Known]:
         """Members of the generation that are not lost, by rank."""
@@ -236,8 +247,7 @@ class Coordinator:
         if self._ending is None:
             self._ending = _Ending(now_s, fault_s)
             if self._trained is not self.generation and self.generation.faults:
-                # It never got as far as telling of these.
-                self._ending.faults += self.generation.faults
+                self._ending.untold = self.generation.faults
                 self._ending.fault_s = self._began_at - self.generation.fault_age_s
             self.control.stop = self.generation.number
             self._publish()
@@ -277,14 +287,15 @@ class Coordinator:
         candidates = [self._workers[number].worker for number in self._candidates(side)]
         ending = self._ending
         faults = [] if ending is None else [*ending.faults, *self._unreachable(last, side, ending)]
+        untold = () if ending is None else ending.untold
         story: dict[str, Any] = {
-            "faults": tuple(faults),
+            "faults": (*untold, *faults),
             "sizes_before": None if self._trained is None else self._trained.sizes,
             "step_before": self.step,
             "fault_age_s": 0.0 if ending is None else self._now_s - ending.fault_s,
         }
         formed = next_generation(self._config, self.generation, candidates, **story)
-        if formed is None:
+        if formed is None or self._gives_up(faults):
             return
         self._store.set(f"generation/{formed.number}", formed.encode())
         self.generation, self._ending, self._began_at = formed, None, self._now_s
@@ -295,6 +306,21 @@ class Coordinator:
                 known.refused_s = self._now_s
         self.control.generation = formed.number
         self._publish()
+
+    def _gives_up(self, faults: Sequence[Fault]) -> bool:
+        """Counts a generation that faults have ended; ends the run after too many in vain."""
+        self._fruitless += bool(faults)
+        most = self._config.elastic.fruitless
+        if self._fruitless < most:
+            return False
+        error = TrainError(
+            "E-ELASTIC-STUCK",
+            f"{most} generations in a row ended before step {self._furthest + 1} was made, the "
+            f"last because {faults[-1].what}",
+            "mend that, and run the same command again to go on (elastic.fruitless allows more)",
+        )
+        self.finish(USER_ERROR, str(error))
+        return True
 
     def _candidates(self, side: tuple[int, ...]) -> tuple[int, ...]:
         """The side that goes on, and whoever waits and reaches it, first come first in."""

@@ -9,12 +9,12 @@ thread has asked, nothing tells; so the right to act for the generation is a lea
 that got through renews for the deadline after which a silent worker is counted out.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from nmoe_train.elastic.link import Control, Line, StoreGone
+from nmoe_train.elastic.link import Beat, Control, Line, StoreGone
 from nmoe_train.errors import TrainError
 
 
@@ -30,7 +30,7 @@ class Heart(threading.Thread):
         self._line, self.number = Line(address), number
         self._beat_s, self._deadline_s = beat_s, deadline_s
         self.control = Control()
-        self._at = (0, 0)
+        self._at = Beat()
         self._gone: str | None = None
         self._generation = 0
         self._cut: Callable[[], None] | None = None
@@ -56,7 +56,8 @@ class Heart(threading.Thread):
     def _beat(self) -> None:
         self._beats += 1
         begun_s = time.monotonic()
-        self._line.write(f"beat/{self.number}", json.dumps([self._beats, *self._at]))
+        beat = replace(self._at, count=self._beats)
+        self._line.write(f"beat/{self.number}", beat.encode())
         self.control = self._line.control()
         self._renewed_s = begun_s
 
@@ -68,16 +69,17 @@ class Heart(threading.Thread):
         """From now on `cut` is called once this generation has ended."""
         with self._lock:
             self._generation, self._cut = generation, cut
-        self._at = (generation, 0)
+        self._at = replace(self._at, generation=generation, step=0)
 
     def finished(self, step: int) -> None:
         """This worker has finished a step of its generation; the next beat says so."""
-        self._at = (self._generation, step)
+        furthest = max(step, self._at.furthest)
+        self._at = replace(self._at, step=step, furthest=furthest)
 
     @property
     def step(self) -> int:
         """The last step that it has finished in its generation, 0 before the first."""
-        return self._at[1]
+        return self._at.step
 
     def leave(self) -> None:
         """Whatever was to be cut is closed."""

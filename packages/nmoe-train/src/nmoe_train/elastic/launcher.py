@@ -5,6 +5,9 @@ and holds the run folder, all of which outlives workers; launchers on other host
 address. Workers are forked from a server process that has imported what they need, so that one
 that comes back costs no import; each is in a session of its own, so that Ctrl-C reaches the
 launcher alone, which passes it on once.
+
+Where one worker after another ends before it has finished a new step, however it ends, no more is
+started. A launcher that can start none leaves, but the first stays while those of other hosts work.
 """
 
 import contextlib
@@ -13,7 +16,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,9 +27,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from nmoe_train.config import Config
 from nmoe_train.elastic.coordinator import Coordinator
-from nmoe_train.elastic.link import CALL_S, Control, Line, StoreGone
+from nmoe_train.elastic.link import CALL_S, Control, Line, StoreGone, own_address
 from nmoe_train.elastic.membership import Place
-from nmoe_train.errors import TrainError
+from nmoe_train.errors import USER_ERROR, TrainError
 
 logger = logging.getLogger("nmoe_train")
 
@@ -36,7 +38,10 @@ AGAIN_S = 0.3
 LEAVE_S = 30.0
 LEFT_TO_COME_BACK = 75
 """Exit code of a worker that was counted out, or lost the store: EX_TEMPFAIL of sysexits.h."""
-USER_ERROR = 2
+NO_WORKER = (
+    "E-WORKER: no worker of this host can go on: each ended again and again before it finished a "
+    "new step; see what they said above, and run the same command again"
+)
 
 
 @dataclass
@@ -46,6 +51,9 @@ class _Slot:
     place: Place
     process: ForkServerProcess | None = None
     failures: int = 0
+    """How many workers in a row have ended here before they finished a new step."""
+    furthest: int = 0
+    """The last step that any worker here has finished."""
     start_at_s: float = 0.0
     closed: bool = False
 
@@ -74,7 +82,7 @@ class Launcher:
         expected = expected or workers
         self.coordinator: Coordinator | None = None
         if store is None:
-            host = "127.0.0.1" if expected == workers else _own_address()
+            host = "127.0.0.1" if expected == workers else own_address()
             self._server = TCPStore(
                 host,
                 0,
@@ -96,6 +104,8 @@ class Launcher:
         self._passed_on = 0
         self._control = Control()
         self._leave_by_s: float | None = None
+        self._alone_since_s: float | None = None
+        self._other_hosts = expected > workers
 
     def __enter__(self) -> "Launcher":
         return self
@@ -109,7 +119,11 @@ class Launcher:
     @property
     def ended(self) -> bool:
         """Whether the run has ended and no worker that needs this launcher is left."""
-        if not self._ending or any(slot.process is not None for slot in self._slots):
+        if any(slot.process is not None for slot in self._slots):
+            return False
+        if self.coordinator is None and self._closed:
+            return True
+        if not self._ending:
             return False
         late = self._leave_by_s is not None and time.monotonic() > self._leave_by_s
         return self.coordinator is None or self.coordinator.alone or late
@@ -126,7 +140,14 @@ class Launcher:
     def what(self) -> str:
         """How the run ended, in words."""
         end = self._control.end
-        return "" if end is None else str(end["what"])
+        if end is not None:
+            return str(end["what"])
+        return NO_WORKER if self._closed else ""
+
+    @property
+    def _closed(self) -> bool:
+        """Whether no worker will be started here any more."""
+        return all(slot.closed for slot in self._slots)
 
     @property
     def _ending(self) -> bool:
@@ -158,6 +179,7 @@ class Launcher:
             self._passed_on += 1
         for slot in self._slots:
             self._mind(slot)
+        self._end_if_nobody_is_left()
         self._let_go()
         time.sleep(POLL_S)
 
@@ -193,14 +215,41 @@ class Launcher:
         with contextlib.suppress(StoreGone):
             self._line.tell("exit", place=slot.place, pid=process.pid, how=how)
         slot.start_at_s = time.monotonic() + AGAIN_S
-        if code > 0 and code != LEFT_TO_COME_BACK:
-            slot.failures += 1
-            slot.closed = code == USER_ERROR or slot.failures > self._config.elastic.restarts
-        hosts_alone = self.coordinator is not None and all(slot.closed for slot in self._slots)
-        if hosts_alone and self.coordinator is not None and not self._ending:
-            # What a worker said last may still be on its way.
-            self.coordinator.tick()
-            self.coordinator.finish(1, "no worker of the first host can go on")
+        self._count_failure(slot, code)
+        if slot.closed and not self._ending:
+            logger.warning(
+                "worker %d of this host is not started again: it %s, and had finished no new step "
+                "%d times in a row (elastic.restarts = %d)",
+                slot.place[1],
+                how,
+                slot.failures,
+                self._config.elastic.restarts,
+            )
+
+    def _count_failure(self, slot: _Slot, code: int) -> None:
+        """Notes whether the worker that has ended got anywhere; closes its slot if none does."""
+        with contextlib.suppress(StoreGone):
+            last = self._line.last_beat(slot.place)
+            if last.furthest > slot.furthest:
+                slot.furthest, slot.failures = last.furthest, 0
+            # One that was left out without ever taking part has harmed nobody.
+            slot.failures += code not in (0, LEFT_TO_COME_BACK) or last.generation > 0
+        slot.closed = code == USER_ERROR or slot.failures > self._config.elastic.restarts
+
+    def _end_if_nobody_is_left(self) -> None:
+        """Ends the run once no worker can go on here, nor one of another host for a while."""
+        if self.coordinator is None or self._ending or not self._closed:
+            return
+        # What a worker said last may still be on its way.
+        self.coordinator.tick()
+        now_s = time.monotonic()
+        if not self.coordinator.alone:
+            self._alone_since_s = None
+            return
+        self._alone_since_s = self._alone_since_s or now_s
+        patience_s = self._config.elastic.join_s if self._other_hosts else 0.0
+        if now_s - self._alone_since_s >= patience_s:
+            self.coordinator.finish(1, NO_WORKER)
 
     def _let_go(self) -> None:
         """Once the run has ended, waits a while for the workers, and then does not."""
@@ -238,16 +287,6 @@ def run_worker(main: str, config: Config, store: str, place: Place, log: Path | 
                 os.dup2(stream.fileno(), descriptor)
     module, _, name = main.partition(":")
     getattr(importlib.import_module(module), name)(config, store, place)
-
-
-def _own_address() -> str:
-    """An address of this host at which other hosts reach it."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: this only asks the kernel for the route to elsewhere.
-        probe.connect(("192.0.2.1", 9))
-        address: str = probe.getsockname()[0]
-        return address
-    return "127.0.0.1"
 
 
 def _is_stopped(pid: int) -> bool:

@@ -2,12 +2,15 @@
 
 The store (torch's TCPStore) is where workers and coordinator talk: `members` counts numbers given
 out, `news` is a log that workers append to, `beat/<number>` is a worker's newest sign of life,
-`control` what the coordinator wants of all, `generation/<g>` a generation. Process groups of
-generation g find each other under `groups/<g>/`, so nothing of an earlier one is read.
+`place/<launcher>/<slot>` the number of the worker there, `control` what the coordinator wants of
+all, `generation/<g>` a generation. Process groups of generation g find each other under
+`groups/<g>/`, so nothing of an earlier one is read.
 """
 
+import contextlib
 import datetime
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +18,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from nmoe_train.elastic.membership import Generation
+from nmoe_train.elastic.membership import Generation, Place
 
 CONTROL, NEWS, MEMBERS = "control", "news", "members"
 CALL_S = 10.0
@@ -44,8 +47,41 @@ class Control:
         return json.dumps(asdict(self))
 
 
+@dataclass(frozen=True)
+class Beat:
+    """A worker's sign of life: its count, and how far it is."""
+
+    count: int = 0
+    generation: int = 0
+    """The newest that it took part in; 0 before the first."""
+    step: int = 0
+    """The last step that it has finished in there, 0 before the first."""
+    furthest: int = 0
+    """The last step that it has ever finished."""
+
+    def encode(self) -> str:
+        """JSON, for the store."""
+        return json.dumps(asdict(self))
+
+
 class StoreGone(Exception):
     """The launcher's store does not answer: there is nobody to agree with."""
+
+
+def own_address(peer: str = "192.0.2.1:9") -> str:
+    """This host's address on the way to host:port, or to anywhere else."""
+    host, _, port = peer.rpartition(":")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # No packet is sent: this only asks the kernel for the route.
+        probe.connect((host, int(port)))
+        address: str = probe.getsockname()[0]
+        return address
+    return "127.0.0.1"
+
+
+def _place_key(place: Place) -> str:
+    launcher, slot = place
+    return f"place/{launcher}/{slot}"
 
 
 def connect(address: str, timeout_s: float = CALL_S) -> TCPStore:
@@ -85,6 +121,16 @@ class Line:
         """Appends a line to the log that the coordinator reads."""
         line = json.dumps({"kind": kind, **fields}) + "\n"
         self._call(lambda: self._store.append(NEWS, line))
+
+    def take_place(self, place: Place, number: int) -> None:
+        """Says which worker is at a place now."""
+        self.write(_place_key(place), str(number))
+
+    def last_beat(self, place: Place) -> Beat:
+        """The newest sign of life of the worker that came last to a place."""
+        number = self.read(_place_key(place))
+        content = None if number is None else self.read(f"beat/{int(number)}")
+        return Beat() if content is None else Beat(**json.loads(content))
 
     def control(self) -> Control:
         """What the coordinator wants now."""

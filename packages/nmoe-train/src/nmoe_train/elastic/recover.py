@@ -24,22 +24,21 @@ from torch.distributed.distributed_c10d import PrefixStore
 from nmoe_train.config import Config
 from nmoe_train.elastic.cut import Connections, abort_groups
 from nmoe_train.elastic.heartbeat import Heart, Left
-from nmoe_train.elastic.link import GenerationStore, Line
+from nmoe_train.elastic.link import GenerationStore, Line, own_address
 from nmoe_train.elastic.membership import Generation, Place, Worker
 from nmoe_train.elastic.probes import AnsweringPort, reached_by
 from nmoe_train.elastic.session import RESIZED, Session
 from nmoe_train.elastic.snapshot import Memory
-from nmoe_train.errors import TrainError
+from nmoe_train.errors import USER_ERROR, TrainError
 from nmoe_train.interrupt import Interrupt
 from nmoe_train.parallel import Layout
-from nmoe_train.parallel.groups import PEER_CODES, Groups, join_groups
+from nmoe_train.parallel.groups import OWN_ERRORS, PEER_CODES, Groups, join_groups
 
 logger = logging.getLogger("nmoe_train")
 
 USER_ERRORS = (TrainError, DataError, KernelError)
 WAIT_S = 0.02
 PROBE_EVERY_S = 1.0
-USER_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,12 @@ class ElasticWorker:
         self._rendezvous = GenerationStore(
             store, lambda: self._heart.ended(), 2 * config.elastic.deadline_s
         )
-        self._port = AnsweringPort(_own_address(store))
+        self._port = AnsweringPort(own_address(store))
         self._number = self._port.number = self._line.next_number()
         elastic = config.elastic
         self._heart = Heart(store, self._number, elastic.beat_s, elastic.deadline_s)
         worker = Worker(self._number, place, host, self._port.address, os.getpid())
+        self._line.take_place(place, self._number)
         self._line.tell("join", worker=asdict(worker))
         self._heart.start()
         self._memory = Memory(elastic.snapshot_every)
@@ -113,7 +113,12 @@ class ElasticWorker:
         return True
 
     def _recoverable(self, error: BaseException) -> bool:
-        """Whether an error comes from others: any that is raised once the generation has ended."""
+        """Whether an error comes from others: any that is raised once the generation has ended.
+
+        Never one of the device: what a GPU says after a fault it says until the process ends.
+        """
+        if isinstance(error, OWN_ERRORS):
+            return False
         if isinstance(error, USER_ERRORS):
             return error.code in PEER_CODES
         return isinstance(error, dist.DistError) or (
@@ -125,7 +130,8 @@ class ElasticWorker:
         if isinstance(error, USER_ERRORS):
             self._line.tell("failed", number=self._number, code=USER_ERROR, what=str(error))
         else:
-            self._line.tell("left", number=self._number, what=f"failed: {error!r}"[:500])
+            words = f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            self._line.tell("left", number=self._number, what=words[:500])
 
     def _complain(self, generation: Generation, error: Exception) -> None:
         self._memory.abandon()
@@ -234,13 +240,3 @@ def _forget_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = 0
-
-
-def _own_address(store: str) -> str:
-    """This host's address on the way to the store, at which others reach it."""
-    host, _, port = store.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: this only asks the kernel for the route.
-        probe.connect((host, int(port)))
-        address: str = probe.getsockname()[0]
-        return address

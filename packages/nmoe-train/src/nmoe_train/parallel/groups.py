@@ -38,8 +38,12 @@ REMEDY = "see what ended that rank, and run the same command again to go on"
 PEER_CODES = ("E-PEER", "E-GROUP", "E-RDEP-PEER", "E-RDEP-LATE")
 """Codes of errors that say that another rank is gone or late."""
 
+OWN_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError)
+"""Errors of this rank's device, which may speak of a time-out too."""
 LOST_PEER = re.compile(
-    r"(?P<left>connection|broken pipe|end of file|remote process exited)|timed? ?out", re.IGNORECASE
+    r"(?P<left>connection|broken pipe|end of file|remote process exited|no route|unreachable)"
+    r"|(?P<late>timed? ?out)|gloo/(transport|common)/",
+    re.IGNORECASE,
 )
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.0005, 0.05
 
@@ -202,7 +206,7 @@ class Groups:
                 if self._talks > 1:
                     # All ranks are here, so none still reads what was said before.
                     store.delete_key(f"{self._talks - 1}/{self.layout.rank}")
-        except TrainError as lost:
+        except (TrainError, RuntimeError) as lost:
             # What went wrong here matters more than that another rank is gone as well.
             raise problem or lost from None
         if problem is not None:
@@ -242,13 +246,11 @@ class Groups:
     @contextmanager
     def among_peers(self, doing: str) -> Iterator[None]:
         """Inside, others may talk to peers by torch.distributed: a lost one is `E-PEER`."""
-        try:
+        if self.alone:
             yield
-        except RuntimeError as error:
-            if self.alone or not LOST_PEER.search(str(error)):
-                raise
-            with self._peers(doing):
-                raise
+            return
+        with self._peers(doing):
+            yield
 
     @contextmanager
     def _waiting(self, doing: str) -> Iterator[None]:
@@ -262,12 +264,15 @@ class Groups:
 
     @contextmanager
     def _peers(self, doing: str) -> Iterator[None]:
-        """Turns what torch.distributed raises when a peer is gone or late into one line."""
+        """Turns what torch.distributed raises when a peer is gone or late into one line.
+
+        Any other error is this rank's own, such as a GPU's that gives up, whatever it waited for.
+        """
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if not _befell_a_peer(error):
+                raise
             what = f"rank {self.layout.rank}, {doing}, {_what_befell_a_peer(str(error))}"
             raise _peer_error(what) from error
 
@@ -403,12 +408,19 @@ def decode_words(content: bytes) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(content)))
 
 
+def _befell_a_peer(error: RuntimeError) -> bool:
+    """Whether an error of torch says that another rank is gone or late."""
+    if isinstance(error, OWN_ERRORS):
+        return False
+    return isinstance(error, dist.DistError) or bool(LOST_PEER.search(str(error)))
+
+
 def _what_befell_a_peer(text: str) -> str:
     """What an error of torch.distributed means; its words where they are none of the known ones."""
     found = LOST_PEER.search(text)
     if found and found["left"]:
         return "found that another rank has left"
-    if found:
+    if found and found["late"]:
         return "waited for another rank until its deadline (parallel.rdep.deadline_s)"
     return f"failed ({' '.join(text.split())})"
 
