@@ -136,6 +136,35 @@ def test_memory_and_messages_follow_from_the_weights(tiny: Tiny) -> None:
     assert stage.memory["gathered"] > 0
 
 
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_muon_keeps_one_moment_of_hidden_weights_and_sends_each_matrix_there_and_back(
+    tiny: Tiny, fsdp: bool
+) -> None:
+    options = {"train.batch_size": 8, "parallel.fsdp": fsdp}
+    config = tiny(**options, **{"optimizer.name": "muon"})
+    (adamw,), (muon,) = (
+        dry_run(c, Layout(dp=2), VOCABULARY).stages for c in (tiny(**options), config)
+    )
+    # Embedding, output projection, norms and the router of one layer keep two.
+    rest = 2 * 257 * 32 + 4 * 32 + 32 + 2 * 12 + 4 * 32
+    hidden = count_weights(config.model, VOCABULARY) - rest
+    share = 2 if fsdp else 1
+    assert adamw.memory["moments"] - muon.memory["moments"] == 4 * hidden // share
+    # A rank sends half of each matrix that the other one owns, and half of each of its own back;
+    # of copies it sends the whole result for half of them.
+    assert muon.sent["matrices"] == 4 * hidden // 2
+    assert "matrices" not in adamw.sent
+
+
+def test_matrices_that_tensor_parallel_ranks_cut_are_put_together(tiny: Tiny) -> None:
+    config = tiny(**{"optimizer.name": "muon", "model.dense_layers": 2})
+    (stage,) = dry_run(config, Layout(tp=2), VOCABULARY).stages
+    # Halves of gate, up and down go to their owner and back; heads are whole; of the projections to
+    # latents each rank makes every second and sends it.
+    mlp, latents = 2 * 3 * 48 * 32, 2 * 16 * 32
+    assert stage.sent["matrices"] == 4 * (2 * mlp // 4 + latents // 2)
+
+
 def test_experts_get_a_row_for_each_token_that_chose_one_of_them(tiny: Tiny) -> None:
     config = tiny(**{"model.moe.experts": 8, "train.batch_size": 4})
     (stage,) = dry_run(config, Layout(dp=4, ep=4), VOCABULARY).stages

@@ -43,6 +43,7 @@ from nmoe_train.parallel.checksums import differing_ranks
 from nmoe_train.parallel.experts import exchange_record
 from nmoe_train.parallel.fsdp import shard_weights
 from nmoe_train.parallel.groups import PEER_CODES, Groups, RankFailed, host_name
+from nmoe_train.parallel.matrices import SharedMatrices
 from nmoe_train.parallel.pipeline import Pipeline, held_layers, part_layers
 from nmoe_train.saves import Saves
 from nmoe_train.step import step_record, train_step
@@ -178,7 +179,11 @@ class _Training:
             deadline_s=config.parallel.rdep.deadline_s,
             attempt=folder.attempt + 1,
         )
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(
+            self.model,
+            config.optimizer,
+            SharedMatrices(self.model, groups) if config.optimizer.name == "muon" else None,
+        )
         seq_len, seed = config.train.seq_len, config.run.seed
         self.loader = Loader(data.train, seq_len=seq_len, seed=seed)
         self.held_out = Loader(data.held_out, seq_len=seq_len, seed=seed)

@@ -22,7 +22,8 @@ from nmoe_train.model.initialise import STACKED_EXPERTS
 from nmoe_train.model.tensor import Cut, local
 from nmoe_train.parallel import Layout
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Of any optimizer; each weight has those that its group says."""
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.(gate_up|down)$")
 
@@ -179,10 +180,11 @@ def _apart(
 
 def materialise_moments(model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Gives every parameter the optimizer state that it has after `step` steps, to be filled."""
-    for parameter in model.parameters():
-        moments: dict[str, Tensor] = {
-            moment: torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            for moment in MOMENTS
-        }
-        counter = torch.tensor(float(step), dtype=torch.float32, device=parameter.device)
-        optimizer.state[parameter] = {"step": counter, **moments}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments: dict[str, Tensor] = {
+                moment: torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                for moment in group["moments"]
+            }
+            counter = torch.tensor(float(step), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": counter, **moments}

@@ -260,8 +260,14 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with separate rates for dense weights, routers and experts."""
+    """AdamW, or Muon for hidden matrices, with separate rates for dense weights, routers, experts.
 
+    Updates of both have the same size, so that one rate serves both.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon orthogonalises the momentum of every hidden matrix, expert by expert and head by head;
+    embedding, output projection, norms and routers keep AdamW."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate of the dense weights."""
     lr_router: PositiveFloat | None = None
@@ -269,9 +275,11 @@ class OptimizerConfig(Section):
     lr_expert: PositiveFloat | None = None
     """Peak rate of the routed experts; lr when absent."""
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
-    """Decay of the first and second moments."""
+    """adamw: decay of the first and second moments."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """adamw: added to the root of the second moment."""
+    momentum: Fraction = 0.95
+    """muon: decay of the momentum, which is Nesterov's."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices; norms, biases, routers and embeddings have none."""
 

@@ -13,15 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe_train.model.deferred import linear
-from nmoe_train.model.tensor import WHOLE, Cut, TensorParallel
+from nmoe_train.model.tensor import WHOLE, Cut, Stack, TensorParallel
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias; `weight` [out, in] fp32, or the `cut` of it that is here."""
+    """y = x W^T without bias; `weight` [out, in] fp32, or the `cut` of it that is here.
 
-    def __init__(self, inputs: int, outputs: int, cut: Cut | None = None) -> None:
+    `stack`: the maps that it holds side by side; None where it is one.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, cut: Cut | None = None, stack: Stack | None = None
+    ) -> None:
         super().__init__()
-        self.cut = cut
+        self.cut, self.stack = cut, stack
         shape = [outputs, inputs]
         if cut is not None:
             shape[cut.dim] = cut.length

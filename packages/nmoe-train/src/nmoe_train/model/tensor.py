@@ -34,6 +34,14 @@ class Cut:
         return tensor.narrow(self.dim, self.start, self.length)
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Matrices that lie in one weight, one after another along `dim`, of these lengths there."""
+
+    dim: int
+    lengths: tuple[int, ...]
+
+
 def local(tensor: Tensor) -> Tensor:
     """What of a weight, a gradient or a moment is on this rank; it shares its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor

@@ -8,6 +8,7 @@ Micro-batches accumulate whole gradients, and ranks add them once, in the last o
 """
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -41,7 +42,7 @@ def shard_weights(model: Transformer, groups: Groups, device: torch.device) -> N
                 mesh=mesh,
                 mp_policy=policy,
                 reshard_after_forward=True,
-                shard_placement_fn=lambda weight: _placement(weight, mesh.size()),
+                shard_placement_fn=partial(_placement, down=block.experts.down, ranks=mesh.size()),
                 ignored_params=small,
             )
     for block in model.moe_blocks().values():
@@ -71,9 +72,13 @@ def free_gathered(model: nn.Module) -> None:
         module.reshard()
 
 
-def _placement(weight: Tensor, ranks: int) -> Shard:
-    """Whole experts where they divide, else rows of each, else as many experts as there are."""
-    return Shard(1 if weight.shape[0] % ranks and weight.shape[1] % ranks == 0 else 0)
+def _placement(weight: Tensor, down: Tensor, ranks: int) -> Shard:
+    """Whole experts where they divide, else a part of each, else as many experts as there are.
+
+    Along the model's width, so that a part of gate and up is the same part of both.
+    """
+    along = 1 if weight is down else 2
+    return Shard(along if weight.shape[0] % ranks and weight.shape[along] % ranks == 0 else 0)
 
 
 def _sharded(model: nn.Module) -> Iterable[FSDPModule]:

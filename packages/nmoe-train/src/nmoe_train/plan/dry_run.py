@@ -21,14 +21,12 @@ from nmoe_kernels.rdep.transports import Shape
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nmoe_train.config import Config
-from nmoe_train.model import Transformer
 from nmoe_train.model.costs import (
     attention_weights,
     expert_weights,
     head_cost,
     layer_cost,
 )
-from nmoe_train.model.initialise import STACKED_EXPERTS
 from nmoe_train.parallel import Layout
 from nmoe_train.parallel.groups import make_groups
 from nmoe_train.parallel.messages import POSTED_AHEAD
@@ -42,28 +40,10 @@ from nmoe_train.plan.footprint import (
     layer_footprint,
     mask_bytes,
 )
+from nmoe_train.plan.weights import WeightCounter, Weights
 
-MASTER, GRADIENT, MOMENTS = 4, 4, 8
-"""Bytes of a weight's fp32 master, of its gradient, and of Adam's two moments."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Numbers of weights that a rank uses, by which ranks hold the same ones."""
-
-    experts: int
-    """Routed experts: held alike by the replicas of an expert."""
-    cut: int
-    """Dense, cut over tensor-parallel ranks: held alike by data-parallel ones."""
-    whole: int
-    """Dense, not cut: held alike by all ranks of a stage."""
-    small: int
-    """Of the whole ones, norms and routers, which FSDP leaves whole."""
-
-    @property
-    def all(self) -> int:
-        """All of them."""
-        return self.experts + self.cut + self.whole
+MASTER, GRADIENT = 4, 4
+"""Bytes of a weight's fp32 master, and of its gradient."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +132,7 @@ class _DryRun:
         self.config, self.layout, self.vocab_size = config, layout, vocab_size
         self.model, train = config.model, config.train
         self.tensor = tensor = CountingTensor(layout.tp)
+        self.counter = WeightCounter(config, layout, vocab_size, tensor)
         self.itemsize = DTYPES[config.precision.dtype].itemsize
         share = train.batch_size // layout.dp
         self.sequences = train.micro_batch_size or share
@@ -186,7 +167,7 @@ class _DryRun:
     def _stage(self, stage: int, in_flight: int) -> StageReport:
         layout = self.layout
         layers = held_layers(self.parts, stage, layout.pp)
-        weights = self._weights(layers)
+        weights = self.counter.weights(layers)
         first = stage * layout.stage_ranks
         moe = any(self._is_moe(number) for number in layers)
         return StageReport(
@@ -202,34 +183,14 @@ class _DryRun:
             },
         )
 
-    def _weights(self, layers: Sequence[int]) -> Weights:
-        """Counts the parameters of the real model, made without memory."""
-        with torch.device("meta"):
-            model = Transformer(
-                self.model,
-                self.vocab_size,
-                held=layers,
-                tensor=self.tensor,
-                expert_parallel=_Owner(self.layout.local_experts(self.model.moe.experts)),  # type: ignore[arg-type]  # all that a model asks of it
-            )
-        cuts = model.cuts()
-        numbers = dict.fromkeys(("experts", "cut", "whole", "small"), 0)
-        for name, parameter in model.named_parameters():
-            kind = "cut" if name in cuts else "whole"
-            kind = "experts" if STACKED_EXPERTS.search(name) else kind
-            numbers[kind] += parameter.numel()
-            if "norm" in name or ".router." in name:
-                numbers["small"] += parameter.numel()
-        return Weights(**numbers)
-
     def _memory(self, stage: int, layers: Sequence[int], weights: Weights) -> dict[str, float]:
-        held = self._sharded(weights) if self.config.parallel.fsdp else weights.all
+        held = weights.sharded(self.layout) if self.config.parallel.fsdp else weights.all
         gathered = 0.0
         gradients = held
         if self.config.parallel.fsdp:
             # Two layers' weights at a time, and those of the root from the embedding to the loss.
             ends = self._end_weights(stage) // self.layout.tp
-            layer = max((self._weights([number]).all for number in layers), default=0)
+            layer = max((self.counter.weights([number]).all for number in layers), default=0)
             gathered = (ends + 2 * layer) * self.itemsize
             # Between micro-batches, what is not added over ranks yet is whole.
             gradients = weights.all if self.micro_batches > 1 else held
@@ -237,17 +198,11 @@ class _DryRun:
             "weights": MASTER * held,
             "gathered": gathered,
             "gradients": GRADIENT * gradients,
-            "moments": MOMENTS * held,
+            "moments": self.counter.moments(layers),
             "activations": self._peak_activations(stage),
             "working": self._working(stage, layers),
             "buffers": self._buffers(layers),
         }
-
-    def _sharded(self, weights: Weights) -> int:
-        """Weights of which FSDP keeps a rank's part."""
-        layout = self.layout
-        dense = weights.cut + weights.whole - weights.small
-        return weights.small + -(-dense // layout.dp) - (-weights.experts // layout.expert_replicas)
 
     def _end_weights(self, stage: int) -> int:
         """Weights of the embedding and the output projection that are on a stage."""
@@ -358,6 +313,7 @@ class _DryRun:
             "pipeline": self.micro_batches * crossings * state if layout.pp > 1 else 0.0,
             "gradients": self._gradients_sent(weights),
             "weights": self._weights_sent(weights, forwards),
+            "matrices": self.counter.matrices_sent(layers),
         }
 
     def _gradients_sent(self, weights: Weights) -> float:
@@ -403,17 +359,6 @@ class _DryRun:
 
     def _is_moe(self, number: int) -> bool:
         return number >= self.model.dense_layers
-
-
-@dataclass(frozen=True)
-class _Owner:
-    """A rank of an expert-parallel group, as far as a model without numbers asks."""
-
-    local_experts: range
-
-    @property
-    def experts_local(self) -> int:
-        return len(self.local_experts)
 
 
 def _around(numbers: float, ranks: int) -> float:

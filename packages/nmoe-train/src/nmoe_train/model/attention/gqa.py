@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nmoe_train.config import ModelConfig
 from nmoe_train.model.layers import Linear
 from nmoe_train.model.rope import rotate
-from nmoe_train.model.tensor import WHOLE, TensorParallel
+from nmoe_train.model.tensor import WHOLE, Stack, TensorParallel
 
 
 class GroupedQueryAttention(nn.Module):
@@ -21,11 +21,13 @@ class GroupedQueryAttention(nn.Module):
         self.tensor = tensor
         heads, kv_heads = config.heads, config.attention.kv_heads or config.heads
         self.heads, self.kv_heads = heads // tensor.ranks, kv_heads // tensor.ranks
-        query, key_value = heads * self.rotary_dim(config), kv_heads * self.rotary_dim(config)
-        self.query = Linear(config.width, query, tensor.cut(0, query))
-        self.key = Linear(config.width, key_value, tensor.cut(0, key_value))
-        self.value = Linear(config.width, key_value, tensor.cut(0, key_value))
-        self.output = Linear(query, config.width, tensor.cut(1, query))
+        head = config.head_dim
+        query, key_value = heads * head, kv_heads * head
+        shared = Stack(0, (head,) * kv_heads)
+        self.query = Linear(config.width, query, tensor.cut(0, query), Stack(0, (head,) * heads))
+        self.key = Linear(config.width, key_value, tensor.cut(0, key_value), shared)
+        self.value = Linear(config.width, key_value, tensor.cut(0, key_value), shared)
+        self.output = Linear(query, config.width, tensor.cut(1, query), Stack(1, (head,) * heads))
 
     @staticmethod
     def rotary_dim(config: ModelConfig) -> int:

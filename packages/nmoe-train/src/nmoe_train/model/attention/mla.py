@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nmoe_train.config import ModelConfig
 from nmoe_train.model.layers import Linear, RMSNorm
 from nmoe_train.model.rope import rotate
-from nmoe_train.model.tensor import WHOLE, TensorParallel
+from nmoe_train.model.tensor import WHOLE, Stack, TensorParallel
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -33,13 +33,17 @@ class MultiHeadLatentAttention(nn.Module):
         if shape.q_lora_rank:
             self.q_down = Linear(config.width, shape.q_lora_rank)
             self.q_norm = RMSNorm(shape.q_lora_rank, config.norm_eps)
+        queries = Stack(0, (self.nope, self.rope) * config.heads)
         query = config.heads * (self.nope + self.rope)
-        self.q_up = Linear(query_inputs, query, tensor.cut(0, query))
-        self.kv_down = Linear(config.width, shape.kv_lora_rank + self.rope)
+        self.q_up = Linear(query_inputs, query, tensor.cut(0, query), queries)
+        latents = Stack(0, (shape.kv_lora_rank, self.rope))
+        self.kv_down = Linear(config.width, shape.kv_lora_rank + self.rope, stack=latents)
         self.kv_norm = RMSNorm(shape.kv_lora_rank, config.norm_eps)
         key_value, values = config.heads * (self.nope + self.value), config.heads * self.value
-        self.kv_up = Linear(shape.kv_lora_rank, key_value, tensor.cut(0, key_value))
-        self.output = Linear(values, config.width, tensor.cut(1, values))
+        keys_values = Stack(0, (self.nope, self.value) * config.heads)
+        self.kv_up = Linear(shape.kv_lora_rank, key_value, tensor.cut(0, key_value), keys_values)
+        outputs = Stack(1, (self.value,) * config.heads)
+        self.output = Linear(values, config.width, tensor.cut(1, values), outputs)
 
     @staticmethod
     def rotary_dim(config: ModelConfig) -> int:
