@@ -20,6 +20,10 @@ class Bucket:
         self.endpoint = f"http://{host}:{port}"
         self._server = server
         self._client: Any = boto3.client("s3", endpoint_url=self.endpoint)
+        self.create()
+
+    def create(self) -> None:
+        """Make the bucket, empty."""
         self._client.create_bucket(Bucket=NAME)
 
     def put(self, key: str, content: bytes) -> None:
@@ -31,6 +35,13 @@ class Bucket:
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 self.put(f"{prefix}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+    def contents(self, prefix: str = "") -> dict[str, bytes]:
+        """The objects whose keys begin so, by the rest of their keys."""
+        listed = self._client.list_objects_v2(Bucket=NAME, Prefix=prefix)
+        keys = [item["Key"] for item in listed.get("Contents", [])]
+        objects = {key: self._client.get_object(Bucket=NAME, Key=key) for key in keys}
+        return {key.removeprefix(prefix): found["Body"].read() for key, found in objects.items()}
 
     def delete(self, prefix: str = "") -> None:
         """Delete the objects whose keys begin so."""

@@ -14,7 +14,12 @@ import pytest
 import torch
 from nmoe_train.checkpoint import write_checkpoint
 from nmoe_train.cli import app, main
+from nmoe_train.storage.mirror import Mirror
+from nmoe_train.storage.target import Target
+from s3_bucket import NAME, Bucket, bucket
 from typer.testing import CliRunner
+
+__all__ = ["bucket"]
 
 Tree = Callable[..., dict[str, Any]]
 Write = Callable[..., Path]
@@ -272,6 +277,39 @@ def test_checkpoints_are_listed_and_a_damaged_file_is_named(call: Call, tmp_path
     code, out, _ = call("checkpoint", "ls", root.parent)
     assert (code, out.splitlines()[1].split("  ")[1]) == (0, "damaged")
     assert call("checkpoint", "verify", root / "step-00000004")[0] == 2
+
+
+def test_checkpoints_at_a_url_are_listed_and_verified(
+    call: Call, bucket: Bucket, tmp_path: Path
+) -> None:
+    url = f"s3://{NAME}/runs"
+    meta = {"tokens": 1280, "layout": {"dp": 2, "ep": 1}}
+    there = Mirror(Target(f"{url}/run/checkpoints", 20.0))
+    for step in (2, 4):
+        folder = write_checkpoint(tmp_path, step, {"model.a": torch.ones(3)}, meta, keep=2)
+        there.upload(folder, lambda sent: None)
+    bucket.put("runs/run/checkpoints/step-00000006/rank-00000.safetensors", b"half")
+    for place in (f"{url}/run", f"{url}/run/checkpoints"):
+        code, out, err = call("checkpoint", "ls", place)
+        assert (code, err) == (0, "")
+        assert [line.split("  ")[:2] for line in out.splitlines()] == [
+            ["step 6", "unfinished"],
+            ["step 4", "complete"],
+            ["step 2", "complete"],
+        ]
+    assert "3 files" in out and "1,280 tokens  dp=2 ep=1" in out
+    code, out, err = call("checkpoint", "verify", f"{url}/run")
+    assert (code, out.splitlines(), err) == (
+        0,
+        ["step-00000004: sound", "step-00000002: sound"],
+        "",
+    )
+    bucket.put("runs/run/checkpoints/step-00000002/rank-00000.safetensors", b"damaged")
+    code, out, err = call("checkpoint", "verify", f"{url}/run/checkpoints/step-00000002")
+    assert (code, out) == (2, "step-00000002: damaged\n")
+    assert "E-CHECKPOINT-CORRUPT" in err and err.count("\n") == 1
+    code, out, err = call("checkpoint", "ls", f"{url}/absent")
+    assert code == 2 and "E-CHECKPOINT-NOT-FOUND" in err
 
 
 def test_where_there_is_no_checkpoint_it_is_said(call: Call, tmp_path: Path) -> None:

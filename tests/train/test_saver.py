@@ -215,7 +215,7 @@ def test_a_save_that_fails_ends_the_run_with_one_error_and_leaves_nothing_of_it(
 ) -> None:
     storage.refused = {refused}
     with pytest.raises(DataError) as caught:
-        run(tiny(), lambda record: storage.reached.wait(60))
+        run(tiny(), lambda record: record["step"] > 2 and storage.reached.wait(60))
     assert caught.value.code == "E-DISK-FULL"
     assert f"step-0000000{refused}" in str(caught.value)
     found = [(event["event"], event.get("status")) for event in events(tiny().run.dir)]

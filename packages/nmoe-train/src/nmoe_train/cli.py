@@ -5,12 +5,15 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nmoe_train import __version__
 from nmoe_train.interrupt import SIGNALS, Interrupt, signal_of
+
+if TYPE_CHECKING:
+    from nmoe_train.config import Config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -98,6 +101,7 @@ def elastic(
 
     checked = load_config(config, sets or [])
     check_layout(checked)
+    _check_mirror(checked)
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
     from nmoe_train.elastic_run import run_elastic, show_logs
@@ -140,8 +144,8 @@ app.add_typer(checkpoint, name="checkpoint")
 
 
 @checkpoint.command("ls")
-def checkpoint_ls(run: Path) -> None:
-    """List the checkpoints of a run folder, newest first: steps, sizes, layout, complete or not."""
+def checkpoint_ls(run: str) -> None:
+    """List the checkpoints of a run folder or URL, newest first: steps, sizes, layout, status."""
     from nmoe_train.checkpoint import list_checkpoints
 
     for found in list_checkpoints(run):
@@ -153,14 +157,14 @@ def checkpoint_ls(run: Path) -> None:
 
 
 @checkpoint.command("verify")
-def checkpoint_verify(place: Path) -> None:
-    """Read a run's complete checkpoints, or one, and name every file that is damaged."""
+def checkpoint_verify(place: str) -> None:
+    """Read the complete checkpoints of a run folder or URL, and name every file damaged."""
     from nmoe_train.checkpoint import verify_checkpoints
 
     damaged = False
     for folder, problems in verify_checkpoints(place):
         damaged = damaged or bool(problems)
-        typer.echo(f"{folder.name}: {'damaged' if problems else 'sound'}")
+        typer.echo(f"{folder}: {'damaged' if problems else 'sound'}")
         for problem in problems:
             typer.echo(f"error {problem}", err=True)
     if damaged:
@@ -185,6 +189,7 @@ def validate(
         raise typer.BadParameter("give a configuration file, or --schema")
     checked = load_config(config, sets or [])
     check_layout(checked)
+    _check_mirror(checked)
     typer.echo(
         f"{config} is valid: {checked.train.steps} steps of {checked.tokens_per_step:,} tokens"
     )
@@ -249,6 +254,7 @@ def _train(config: Path, sets: list[str], *, allow_changes: bool) -> None:
     # Before the imports that bring torch: a mistake in the configuration shows at once.
     checked = load_config(config, sets)
     layout = current_layout(checked)
+    _check_mirror(checked)
 
     # Threads that wait by spinning starve each other wherever the cores are shared; a short spin
     # costs nothing on an idle machine. The OpenMP library reads it when torch is loaded.
@@ -288,6 +294,14 @@ def _train(config: Path, sets: list[str], *, allow_changes: bool) -> None:
         raise typer.Exit(128 + signal_of(stop)) from None
     if outcome.stopped_by is not None:
         raise typer.Exit(128 + outcome.stopped_by)
+
+
+def _check_mirror(config: "Config") -> None:
+    """Before anything is trained: whether the packages of the mirror's storage are there."""
+    if config.checkpoint.mirror is not None:
+        from nmoe_train.storage.target import check_url
+
+        check_url(config.checkpoint.mirror)
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

@@ -23,7 +23,6 @@ from nmoe_kernels.rdep import ExpertParallel
 
 from nmoe_train.checkpoint import (
     complete_checkpoints,
-    newest_sound_checkpoint,
     restore_state,
 )
 from nmoe_train.config import Config
@@ -164,7 +163,9 @@ class _Training:
             recompute=config.train.recompute == "layer",
             expert_parallel=experts,
             held=held_layers(parts, self.layout.pp_rank, stages),
-            tensor=TensorParallel(groups.tensor),
+            tensor=TensorParallel(
+                groups.tensor, lambda: groups.waiting("among the ranks of a share")
+            ),
         )
         initialise(self.model, config.model, config.run.seed)
         if config.parallel.fsdp:
@@ -215,10 +216,12 @@ class _Training:
 
     def run(self, allow_changes: bool) -> Outcome:
         problems = self._resume(allow_changes)
+        self.saves.start_mirror()
         if self.step >= self.config.train.steps and self.folder.completed:
             steps = self.config.train.steps
             self.observer.message(f"the run is complete: step {self.step} of {steps} asked for")
             self.results = self.folder.record["results"]
+            self.saves.finish_mirror(self.step)
             return self._outcome("completed")
         if self.session is not None and self.session.generation.faults:
             step = self.session.generation.step_before
@@ -248,8 +251,12 @@ class _Training:
             raise
         self.saves.close()
         if status == RESIZED:
+            self.saves.end_mirror(self.step)
             self.folder.event("end", step=self.step, status=status)
-        else:
+            return self._outcome(status)
+        try:
+            self.saves.finish_mirror(self.step)
+        finally:
             self.folder.end(status, **self.results)
         return self._outcome(status)
 
@@ -358,7 +365,7 @@ class _Training:
             return None
         if self.save_failed:
             self.saves.finish(self.step, needed=False)
-        self.saves.poll()
+        self.saves.poll(self.step)
         self.step += 1
         tokens = self.step * self.config.tokens_per_step
         moved = None if self.experts is None else self.experts.counters()
@@ -491,7 +498,7 @@ class _Training:
         if self.session is not None and self._remember(self.session):
             self.observer.message(f"going on from step {self.step}, from memory")
             return []
-        checkpoint, problems = newest_sound_checkpoint(self.folder.checkpoints, self.groups)
+        checkpoint, problems = self.saves.newest()
         for problem in problems:
             self.observer.message(f"warning {problem}")
         if checkpoint is None:

@@ -2,8 +2,8 @@
 
 from nmoe_train.checkpoint.folder import (
     Checkpoint,
-    complete_checkpoints,
     newest_sound_checkpoint,
+    remove_older,
     write_checkpoint,
 )
 from nmoe_train.checkpoint.listing import Listed, list_checkpoints, verify_checkpoints
@@ -16,6 +16,7 @@ from nmoe_train.checkpoint.state import (
     state_boxes,
     state_places,
 )
+from nmoe_train.storage.folders import complete_checkpoints
 
 __all__ = [
     "Checkpoint",
@@ -28,6 +29,7 @@ __all__ = [
     "materialise_moments",
     "newest_sound_checkpoint",
     "owned_state",
+    "remove_older",
     "restore_state",
     "state_boxes",
     "state_places",

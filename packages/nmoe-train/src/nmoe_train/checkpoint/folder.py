@@ -11,16 +11,14 @@ found by looking, and verified before it is trusted.
 """
 
 import errno
-import functools
 import hashlib
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 from nmoe_data.files import atomic_write, sha256_file, sync_path
@@ -32,15 +30,32 @@ from nmoe_train.errors import TrainError
 from nmoe_train.model.box import Box, whole_box
 from nmoe_train.parallel.groups import ALONE, Groups
 from nmoe_train.parallel.letters import Letters
+from nmoe_train.storage.folders import (
+    COMPLETE,
+    CORRUPT,
+    META,
+    SCHEMA_VERSION,
+    all_checkpoints,
+    complete_checkpoints,
+    corrupt,
+    read_meta,
+    step_of,
+    verify,
+)
 
-Result = TypeVar("Result")
+ROOM = 1.5
 
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
-"""Version 1 knew no tensors in parts, and is otherwise the same."""
-COMPLETE = "COMPLETE"
-CORRUPT = "E-CHECKPOINT-CORRUPT"
-FOLDER_NAME = re.compile(r"step-\d{8}")
+Fetch = Callable[[], tuple[str | None, list[str]]]
+
+
+class Mirrored(Protocol):
+    """What is known of the mirror while a run goes on."""
+
+    newest: int
+    """Step of the newest checkpoint that is complete there as here; 0 if none is."""
+
+    def tell(self, what: str) -> None:
+        """Something that the user should know; from any thread."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +81,12 @@ def write_checkpoint(
     groups: Groups | Letters = ALONE,
     boxes: Mapping[str, Box] | None = None,
     limit: float | None = None,
+    mirror: Mirrored | None = None,
 ) -> Path:
     """Writes the state after `step` steps and removes all but the newest `keep` complete folders.
+
+    With a mirror, older ones stay until one that is newer than they is complete there too, unless
+    the disk has no room for the next save.
 
     `tensors` are those that this rank writes, and `boxes` says which part of a tensor that is, for
     those that others write too; parts do not overlap. A rank that has none writes no file. `limit`:
@@ -89,40 +108,41 @@ def write_checkpoint(
         if groups.first and _may_act(groups) and not (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    groups.first_does(lambda: _settle(root, step, keep))
+    groups.first_does(lambda: _settle(root, step, keep, mirror))
     return folder
 
 
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoint folders under `root`, newest first."""
-    return [folder for folder in all_checkpoints(root) if (folder / COMPLETE).exists()]
-
-
 def newest_sound_checkpoint(
-    root: Path, groups: Groups = ALONE
+    root: Path, groups: Groups = ALONE, fetch: Fetch | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose files are what meta.json says, and what is wrong with newer ones.
 
-    Rank 0 looks and verifies; all ranks get the same answer. Raises TrainError
-    `E-CHECKPOINT-CORRUPT` when there are complete folders and none is sound, and
+    Rank 0 looks and verifies; all ranks get the same answer. Where none is sound, `fetch` brings
+    one from elsewhere: it returns its name, if there is one, and what was wrong there.
+    Raises TrainError `E-CHECKPOINT-CORRUPT` when there are complete folders and none is sound, and
     `E-CHECKPOINT-VERSION` when a newer nmoe-train wrote the newest.
     """
-    name, problems = groups.first_does(lambda: _newest_sound(root))
+    name, problems = groups.first_does(lambda: _newest_sound(root, fetch))
     return (None if name is None else read_checkpoint(root / name)), problems
 
 
-def _newest_sound(root: Path) -> tuple[str | None, list[str]]:
+def _newest_sound(root: Path, fetch: Fetch | None) -> tuple[str | None, list[str]]:
     """Name of the newest folder that is sound, if any, and what is wrong with newer ones."""
     problems: list[str] = []
     for folder in complete_checkpoints(root):
         try:
-            _verify(folder)
+            verify(folder)
         except TrainError as error:
             if error.code != CORRUPT:
                 raise
             problems.append(str(error))
         else:
             return folder.name, problems
+    if fetch is not None:
+        name, odd = fetch()
+        problems += odd
+        if name is not None:
+            return name, problems
     if problems:
         raise TrainError(
             CORRUPT,
@@ -132,64 +152,13 @@ def _newest_sound(root: Path) -> tuple[str | None, list[str]]:
     return None, []
 
 
-def _verify(folder: Path) -> None:
-    """Raises TrainError unless every file is what meta.json says, and that what COMPLETE says."""
-    for name, entry in read_checkpoint(folder).meta["files"].items():
-        _verify_file(folder / name, entry["sha256"])
-
-
-def damages(folder: Path) -> list[str]:
-    """What is wrong with each file of a complete folder. Raises `E-CHECKPOINT-VERSION`."""
-    found: list[str] = []
-
-    def noted(check: Callable[[], Result]) -> Result | None:
-        try:
-            return check()
-        except TrainError as error:
-            if error.code != CORRUPT:
-                raise
-            found.append(str(error))
-            return None
-
-    checkpoint = noted(lambda: read_checkpoint(folder))
-    files = {} if checkpoint is None else checkpoint.meta["files"]
-    for name, entry in files.items():
-        noted(functools.partial(_verify_file, folder / name, entry["sha256"]))
-    return found
-
-
-def _verify_file(file: Path, wanted: str) -> None:
-    try:
-        sound = sha256_file(file) == wanted
-    except OSError as error:
-        raise _corrupt(file, f"cannot be read ({error.strerror})") from None
-    if not sound:
-        raise _corrupt(file, "does not have the checksum in meta.json")
-
-
 def read_checkpoint(folder: Path) -> Checkpoint:
     """A complete folder, whose meta.json is what COMPLETE says.
 
     Raises TrainError `E-CHECKPOINT-CORRUPT` and `E-CHECKPOINT-VERSION`.
     """
-    try:
-        content = (folder / "meta.json").read_bytes()
-        wanted = (folder / COMPLETE).read_bytes()
-        if hashlib.sha256(content).hexdigest().encode() != wanted:
-            raise _corrupt(folder / "meta.json", "does not have the checksum in COMPLETE")
-        meta = json.loads(content)
-        step, version = int(meta["step"]), int(meta["schema_version"])
-        if not isinstance(meta["files"], dict):
-            raise ValueError("it lists no files")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _corrupt(folder / "meta.json", f"cannot be read ({error})") from None
-    if version not in READABLE_VERSIONS:
-        raise TrainError(
-            "E-CHECKPOINT-VERSION",
-            f"{folder} has format {version}, and this nmoe-train reads {SCHEMA_VERSION}",
-            "use the version of nmoe-train that wrote it",
-        )
-    return Checkpoint(folder, step, meta)
+    meta = read_meta(folder)
+    return Checkpoint(folder, int(meta["step"]), meta)
 
 
 class SavedTensors(Mapping[str, Tensor]):
@@ -225,7 +194,7 @@ class SavedTensors(Mapping[str, Tensor]):
                 shared.within(box).of(out).copy_(source[shared.within(there).slices()])
                 missing -= math.prod(shared.shape)
         if missing:
-            raise _corrupt(self._folder / "meta.json", f"does not list all pieces of {name}")
+            raise corrupt(self._folder / META, f"does not list all pieces of {name}")
         return out
 
     def _file(self, name: str) -> Any:
@@ -318,7 +287,7 @@ def _complete(
         "tensors": _all_places(written),
     }
     encoded = json.dumps(content, indent=1).encode()
-    atomic_write(folder / "meta.json", encoded)
+    atomic_write(folder / META, encoded)
     atomic_write(folder / COMPLETE, hashlib.sha256(encoded).hexdigest().encode())
 
 
@@ -333,38 +302,36 @@ def _check_is_here(file: Path, size: int) -> None:
     )
 
 
-def _settle(root: Path, step: int, keep: int) -> None:
+def _settle(root: Path, step: int, keep: int, mirror: Mirrored | None) -> None:
     """Flushes the names of a complete checkpoint, and only then removes older ones."""
     sync_path(root)
     sync_path(root.parent)
-    _remove_older(root, step, keep)
+    remove_older(root, step, keep, mirror)
 
 
-def _remove_older(root: Path, step: int, keep: int) -> None:
+def remove_older(root: Path, step: int, keep: int, mirror: Mirrored | None = None) -> None:
     """Leaves the folder of `step` and the `keep` - 1 complete ones before it.
 
-    Later folders stay: they were found damaged, and are no reason to give up a sound one.
+    Later folders stay: they were found damaged, and are no reason to give up a sound one. With a
+    mirror, older complete ones stay too, until it has one that is newer than they; but where the
+    disk has no room for one more, the oldest go, and that is told.
     """
-    older = [folder for folder in all_checkpoints(root) if _step_of(folder) < step]
+    older = [folder for folder in all_checkpoints(root) if step_of(folder.name) < step]
     complete = [folder for folder in older if (folder / COMPLETE).exists()]
-    for folder in older:
-        if folder not in complete[: keep - 1]:
-            _remove(folder)
+    for folder in reversed(older):
+        if folder in complete[: keep - 1]:
+            continue
+        if folder in complete and mirror is not None and step_of(folder.name) >= mirror.newest:
+            if _has_room(root / f"step-{step:08d}"):
+                continue
+            mirror.tell(f"the disk is full: {folder.name} is removed, and no newer one is mirrored")
+        _remove(folder)
 
 
-def all_checkpoints(root: Path) -> list[Path]:
-    """Checkpoint folders, complete or not, newest first."""
-    if not root.is_dir():
-        return []
-    return sorted((p for p in root.iterdir() if FOLDER_NAME.fullmatch(p.name)), reverse=True)
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
-def _corrupt(path: Path, what: str) -> TrainError:
-    return TrainError(CORRUPT, f"{path} {what}", "an older checkpoint is used where there is one")
+def _has_room(folder: Path) -> bool:
+    """Whether the disk has space for a folder as large as this one, and half of that to spare."""
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    return shutil.disk_usage(folder).free > ROOM * size
 
 
 def _save_tensors(file: Path, body: Body) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmoe_train.checkpoint.folder import write_checkpoint
+from nmoe_train.checkpoint.folder import Mirrored, write_checkpoint
 from nmoe_train.checkpoint.snapshot import HostSnapshot
 from nmoe_train.model.box import Box
 from nmoe_train.parallel.groups import ALONE, Groups
@@ -82,8 +82,8 @@ class _Save(threading.Thread):
 class Saver:
     """Writes the checkpoints of one process under `root`; every rank has one, and saves alike.
 
-    `keep` and `limit` are those of `write_checkpoint`. A save that failed is told by `failed`, and
-    raised by `settle`.
+    `keep`, `limit` and `mirror` are those of `write_checkpoint`. A save that failed is told by
+    `failed`, and raised by `settle`.
     """
 
     def __init__(
@@ -94,8 +94,10 @@ class Saver:
         groups: Groups = ALONE,
         device: torch.device | None = None,
         limit: float | None = None,
+        mirror: Mirrored | None = None,
     ) -> None:
-        self._root, self._keep, self._limit, self._groups = root, keep, limit, groups
+        self._root, self._groups = root, groups
+        self._policy = {"keep": keep, "limit": limit, "mirror": mirror}
         self._snapshot = HostSnapshot(device or torch.device("cpu"))
         self._saves = 0
         self._under_way: _Save | None = None
@@ -120,8 +122,7 @@ class Saver:
             "tensors": self._snapshot.take(tensors),
             "meta": dict(meta),
             "boxes": boxes,
-            "keep": self._keep,
-            "limit": self._limit,
+            **self._policy,
         }
         self._under_way = save
         save.start()

@@ -359,15 +359,28 @@ class CheckpointConfig(Section):
     every: PositiveInt = 100
     """Steps between checkpoints; the last step is saved in any case."""
     keep: PositiveInt = 2
-    """Complete checkpoints kept."""
+    """Complete checkpoints kept. With a mirror older ones stay until a newer one is there too."""
+    mirror: str | None = None
+    """URL (s3://bucket/prefix, file:///mnt/share, or any other that fsspec knows) below which a
+    process beside rank 0 copies every checkpoint, as <run.dir's name>/checkpoints/step-N. A start
+    without a sound checkpoint in run.dir takes the newest from there."""
+    mirror_keep: PositiveInt | None = None
+    """Complete checkpoints kept in the mirror; all where this is left out."""
+    mirror_patience_s: PositiveFloat = 60.0
+    """Seconds that an upload is tried again before it is an alert. Training goes on, and so do
+    later tries. A third of it is how long one request to S3 may take."""
+    limit_mb_s: PositiveFloat | None = None
+    """Megabytes (10^6 bytes) a second that a rank writes to disk at most when it saves, and that
+    the mirror is sent; no limit where this is left out."""
 
 
 class ElasticConfig(Section):
     """Going on when workers are lost or come back, under `nmoe-train elastic`."""
 
     snapshot_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between copies of the state in the memory of this rank and the next; a death costs no
-    more than these. 0 keeps none: a death costs the steps since the newest checkpoint."""
+    """Steps between copies of the state in the memory of this rank and the next. A death costs the
+    steps since a copy that all have finished: one more than these at most, if the copy survives.
+    0 keeps none: a death costs the steps since the newest checkpoint."""
     beat_s: PositiveFloat = 0.5
     """Seconds between a worker's signs of life."""
     deadline_s: PositiveFloat = 15.0

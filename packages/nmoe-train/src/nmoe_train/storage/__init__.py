@@ -1,0 +1,1 @@
+"""Checkpoint folders as files, here and in a bucket; without torch, so a helper starts fast."""
