@@ -18,7 +18,7 @@ import broken_worker
 import pyarrow.parquet as pq
 import pytest
 from commands import checkpoint_hashes
-from layout_runs import Case, metrics, run_cases
+from layout_runs import Case, Results, metrics, run_cases
 from nmoe_data.prep import prep
 from nmoe_train.config import load_config
 from nmoe_train.drill.plan import KINDS, TAIL_STEPS, plan_faults
@@ -175,17 +175,46 @@ def test_workers_that_break_by_themselves_are_named_and_given_up(
     assert not [what for what in faults if "E-PEER" in what], "nobody is blamed for a lost peer"
 
 
+SLOW_LAYOUTS = {
+    "tp": {"parallel.tp": 2},
+    "pp": {"parallel.pp": 2, "train.micro_batch_size": 6},
+    "fsdp": {"parallel.fsdp": "true"},
+    "ep": {"parallel.ep": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Results:
+    """Runs in which one rank differs from the others, in its gradients or in its pace."""
+    odd = {"train.steps": 4, "telemetry.gradient_checksum_every": 1, "checkpoint.every": 4}
+    slow = {"train.steps": 6, "telemetry.straggler_steps": 2, "eval.sequences": 6}
+    cases = [Case("odd", 3, odd, corrupt=(1, 3))]
+    cases += [Case(name, 2, slow | sets, slow=(1, 1.0)) for name, sets in SLOW_LAYOUTS.items()]
+    return run_cases(tmp_path_factory.mktemp("watched"), data_dir, cases, processes=3)
+
+
+def alerts(run: Path, words: str) -> list[tuple[int, int]]:
+    """Steps and ranks of the alerts that have these words."""
+    found = [e for e in read_events(run) if e["event"] == "alert" and words in e["what"]]
+    return [(event["step"], event["rank"]) for event in found]
+
+
 @pytest.mark.slow
-def test_a_rank_whose_summed_gradients_differ_is_named(tmp_path: Path, data_dir: Path) -> None:
-    sets = {"train.steps": 4, "telemetry.gradient_checksum_every": 1, "checkpoint.every": 4}
-    case = Case("odd", 3, {**sets, "parallel.ep": 1}, corrupt=(1, 3))
-    results = run_cases(tmp_path, data_dir, [case], processes=3)
-    assert [rank.result["code"] for rank in results.ranks("odd")] == [0, 0, 0]
-    alerts = [e for e in read_events(results.run("odd")) if e["event"] == "alert"]
-    named = [(e["step"], e["rank"]) for e in alerts if "gradients" in e["what"]]
+def test_a_rank_whose_summed_gradients_differ_is_named(watched: Results) -> None:
+    assert [rank.result["code"] for rank in watched.ranks("odd")] == [0, 0, 0]
     # From then on its weights differ, but not what all ranks' gradients add up to.
-    assert named == [(3, 1)]
-    assert len(metrics(results.run("odd"))) == 4
+    assert alerts(watched.run("odd"), "gradients") == [(3, 1)]
+    assert len(metrics(watched.run("odd"))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_LAYOUTS)
+def test_a_rank_that_is_slow_in_its_forward_pass_is_named_on_every_layout(
+    watched: Results, name: str
+) -> None:
+    assert [rank.result["code"] for rank in watched.ranks(name)] == [0, 0]
+    # The other waits for it in collectives or messages, which is not its own work.
+    assert {rank for _, rank in alerts(watched.run(name), "times as long")} == {1}
 
 
 def test_what_happens_in_a_drill_is_a_function_of_its_seed() -> None:

@@ -76,7 +76,7 @@ class Case:
     sets: keys to override. signal: (rank, step) after which that rank is asked to stop. corrupt:
     (rank, step) in which a bit of that rank's summed gradients changes. fail:
     (rank, n, "dies" or "full"): what happens to a rank before the n-th durable change that it makes
-    to a checkpoint.
+    to a checkpoint. slow: (rank, seconds) that its forward passes take longer.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Case:
     signal: tuple[int, int] | None = None
     corrupt: tuple[int, int] | None = None
     fail: tuple[int, int, str] | None = None
+    slow: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def run_cases(folder: Path, data: Path, cases: list[Case], processes: int) -> Re
     for case in cases:
         sets = {"run.dir": results.run(case.name), "data.dir": data, **case.sets}
         overrides = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
-        hooks = {"signal": case.signal, "fail": case.fail, "corrupt": case.corrupt}
+        hooks = {name: getattr(case, name) for name in ("signal", "fail", "corrupt", "slow")}
         listed.append(
             {
                 "name": case.name,

@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from nmoe_train.checkpoint import gather_state
 from nmoe_train.cli import main
+from nmoe_train.model import Transformer
 from safetensors.torch import save_file
 
 RANK = int(os.environ["RANK"])
@@ -119,6 +121,18 @@ def corrupt_at(patches: ExitStack, rank: int, number: int) -> None:
     patches.enter_context(patch.object(step, "reduce_step", reduce))
 
 
+def slow_down(patches: ExitStack, rank: int, seconds: float) -> None:
+    """Lets one rank take longer in every forward pass."""
+    real = Transformer.part
+
+    def part(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return real(*arguments)
+
+    if rank == RANK:
+        patches.enter_context(patch.object(Transformer, "part", part))
+
+
 def train(case: dict[str, Any], recorder: Recorder) -> int | str:
     """Runs a case on this rank; its exit code, or the name of what escaped."""
     with ExitStack() as patches:
@@ -130,6 +144,8 @@ def train(case: dict[str, Any], recorder: Recorder) -> int | str:
             (sys, "argv", ["nmoe-train", "run", *case["arguments"]]),
         ):
             patches.enter_context(patch.object(module, name, function))
+        if "slow" in case:
+            slow_down(patches, *case["slow"])
         if "corrupt" in case:
             corrupt_at(patches, *case["corrupt"])
         if "fail" in case:

@@ -9,7 +9,7 @@ from nmoe_train.parallel.groups import Groups
 from torch.distributed import HashStore
 
 PEERS = {
-    "Connection closed by peer [10.0.0.1]:4711": "found that another rank has left",
+    "[gloo/transport/tcp/pair.cc:7] Connection closed by peer": "found that another rank has left",
     "connect: No route to host": "found that another rank has left",
     "Timed out waiting 5000ms for recv operation": "waited for another rank until its deadline",
     "[third_party/gloo/gloo/transport/tcp/pair.cc:9] unexpected": "failed ([third_party/gloo",

@@ -11,6 +11,8 @@ what fills messages up to one size is cut off again where they arrive.
 Letters: R ranks, B sequences, S positions, s of them here, `...` any shape.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +61,16 @@ def local_range(tensor: DTensor) -> tuple[int, int, int]:
 class TensorParallel:
     """The ranks that split sequences and dense weights; without a group, one that has them whole.
 
-    All ranks of a group call its methods in the same order.
+    All ranks of a group call its methods in the same order. Inside `waiting` it waits for the
+    others.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._group, self._waiting = group, waiting
         self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
 
     @property
@@ -106,7 +113,8 @@ class TensorParallel:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Adds a tensor that needs no gradient over ranks, in place; returns it."""
         if self._group is not None:
-            dist.all_reduce(tensor, group=self._group)
+            with self._waiting():
+                dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def collect(self, x: Tensor, dim: int, whole: int) -> Tensor:
@@ -116,7 +124,8 @@ class TensorParallel:
         lengths = self.lengths(whole)
         longest = _fill(x.movedim(dim, 0), max(lengths)).contiguous()
         out = longest.new_empty(self.ranks * longest.numel())
-        dist.all_gather_into_tensor(out, longest.flatten(), group=self._group)
+        with self._waiting():
+            dist.all_gather_into_tensor(out, longest.flatten(), group=self._group)
         parts = out.view(self.ranks, *longest.shape)
         cut = [part[:length] for part, length in zip(parts, lengths, strict=True)]
         return torch.cat(cut).movedim(0, dim)
@@ -128,7 +137,9 @@ class TensorParallel:
         lengths = self.lengths(x.shape[dim])
         parts = [_fill(part, max(lengths)) for part in x.movedim(dim, 0).split(lengths)]
         out = parts[0].new_empty(parts[0].numel())
-        dist.reduce_scatter_tensor(out, torch.stack(parts).flatten(), group=self._group)
+        stacked = torch.stack(parts).flatten()
+        with self._waiting():
+            dist.reduce_scatter_tensor(out, stacked, group=self._group)
         return out.view(parts[0].shape)[: lengths[self.rank]].movedim(0, dim)
 
 

@@ -10,11 +10,17 @@ Micro-batches accumulate whole gradients, and ranks add them once, in the last o
 from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import Shard
 
 from nmoe_train.model import Transformer
@@ -58,6 +64,8 @@ def shard_weights(model: Transformer, groups: Groups, device: torch.device) -> N
         fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=kept)
     _sum_gradients(model)
     _prefetch(model)
+    if device.type == "cpu":
+        _count_waits(model, groups)
 
 
 def last_backward(model: nn.Module, last: bool) -> None:
@@ -90,6 +98,35 @@ def _sum_gradients(model: nn.Module) -> None:
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+class _CountedGather(DefaultAllGather):
+    """FSDP's own, on the CPU, where it returns once all ranks have come."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def __call__(self, *arguments: Any, **named: Any) -> dist.Work | None:
+        with self._groups.waiting("gathering weights"):
+            return super().__call__(*arguments, **named)
+
+
+class _CountedScatter(DefaultReduceScatter):
+    """FSDP's own, on the CPU, where it returns once all ranks have come."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def __call__(self, *arguments: Any, **named: Any) -> dist.Work | None:
+        with self._groups.waiting("adding gradients of sharded weights"):
+            return super().__call__(*arguments, **named)
+
+
+def _count_waits(model: nn.Module, groups: Groups) -> None:
+    """Lets the time in FSDP's collectives count as waiting for others."""
+    for module in _sharded(model):
+        module.set_custom_all_gather(_CountedGather(groups))
+        module.set_custom_reduce_scatter(_CountedScatter(groups))
 
 
 def _prefetch(model: Transformer) -> None:

@@ -26,13 +26,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from nmoe_train.errors import TrainError
+from nmoe_train.errors import USER_ERROR, TrainError
 from nmoe_train.parallel.layout import Layout
 
 Result = TypeVar("Result")
 
 FAILED = "failed"
-USER_ERROR = 2
+DEADLINE = "parallel.rdep.deadline_s"
 NO_DEADLINE = datetime.timedelta(days=365)
 REMEDY = "see what ended that rank, and run the same command again to go on"
 PEER_CODES = ("E-PEER", "E-GROUP", "E-RDEP-PEER", "E-RDEP-LATE")
@@ -42,9 +42,11 @@ OWN_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError)
 """Errors of this rank's device, which may speak of a time-out too."""
 LOST_PEER = re.compile(
     r"(?P<left>connection|broken pipe|end of file|remote process exited|no route|unreachable)"
-    r"|(?P<late>timed? ?out)|gloo/(transport|common)/",
+    r"|timed? ?out",
     re.IGNORECASE,
 )
+TRANSPORTS = re.compile(r"gloo/(transport|common)/")
+"""Where in gloo's sources an error of a connection comes from, which it says."""
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.0005, 0.05
 
 
@@ -111,7 +113,7 @@ class Groups:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Adds a tensor over all ranks, in place; returns it. Raises TrainError `E-PEER`."""
         if not self.alone:
-            with self._waiting("adding over all ranks"):
+            with self.waiting("adding over all ranks"):
                 dist.all_reduce(tensor)
         return tensor
 
@@ -121,7 +123,7 @@ class Groups:
         `of` says in errors what is added. Without a group the tensor is the sum.
         """
         if group is not None:
-            with self._waiting(f"adding {of}"):
+            with self.waiting(f"adding {of}"):
                 dist.all_reduce(tensor, group=group)
         return tensor
 
@@ -160,7 +162,7 @@ class Groups:
         """Whether all ranks, which ask each other at the same time, say yes."""
         if self.alone:
             return yes
-        with self._waiting("asking the others"):
+        with self.waiting("asking the others"):
             return self._meet(int(yes)) == 1
 
     def said_by(self, rank: int) -> Any:
@@ -185,7 +187,7 @@ class Groups:
 
     def complete(self, works: Iterable[dist.Work]) -> None:
         """Waits for what `trade` has begun, however long the others take."""
-        with self._waiting("trading with the others"):
+        with self.waiting("trading with the others"):
             for work in works:
                 work.wait(NO_DEADLINE)
 
@@ -200,7 +202,7 @@ class Groups:
             self.fail()
             problem, words = error, " ".join(str(error).split()) or repr(error)
         try:
-            with self._waiting("talking to the others"):
+            with self.waiting("talking to the others"):
                 store.set(f"{self._talks}/{self.layout.rank}", encode_words(words))
                 failed = self._meet(self.layout.ranks if problem is None else self.layout.rank)
                 if self._talks > 1:
@@ -215,7 +217,7 @@ class Groups:
             raise RankFailed(f"rank {failed} failed: {self._said(store, failed)}")
 
     def _said(self, store: Store, rank: int) -> Any:
-        with self._waiting("listening to the others"):
+        with self.waiting("listening to the others"):
             return decode_words(store.get(f"{self._talks}/{rank}"))
 
     def _meet(self, number: int) -> int:
@@ -253,8 +255,11 @@ class Groups:
             yield
 
     @contextmanager
-    def _waiting(self, doing: str) -> Iterator[None]:
-        """As `_peers`, where this rank waits for others: the time counts as such."""
+    def waiting(self, doing: str) -> Iterator[None]:
+        """Inside, this rank does nothing but talk to peers: the time counts as `waited_s`.
+
+        A lost one is `E-PEER`. What a GPU's stream waits for is not the host's time.
+        """
         began_s = time.perf_counter()
         try:
             with self._peers(doing):
@@ -309,7 +314,7 @@ def _join(layout: Layout, device: torch.device, deadline_s: float) -> Groups:
     try:
         shared, *_ = next(rendezvous("env://", timeout=timeout))
     except (RuntimeError, ValueError) as error:
-        raise _not_found(layout, deadline_s, error) from error
+        raise _not_found(layout, f"{DEADLINE} = {deadline_s:g}", error) from error
     # A restarted group must not read what the one before it left.
     generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"nmoe/{generation}", shared)
@@ -345,7 +350,10 @@ def join_groups(
         )
         assert isinstance(meeting, dist.ProcessGroup)
     except (RuntimeError, ValueError) as error:
-        raise _not_found(layout, connect_s or deadline_s, error) from error
+        patience = f"{DEADLINE} = {deadline_s:g}"
+        if connect_s is not None:
+            patience = f"elastic.deadline_s = {connect_s:g}"
+        raise _not_found(layout, patience, error) from error
     if connect_s is not None:
         for group in (dist.group.WORLD, *groups.values()):
             _set_deadline(group, datetime.timedelta(seconds=deadline_s), device)
@@ -362,13 +370,12 @@ def _set_deadline(
         group._get_backend(torch.device(kind))._set_default_timeout(deadline)
 
 
-def _not_found(layout: Layout, deadline_s: float, error: Exception) -> TrainError:
+def _not_found(layout: Layout, patience: str, error: Exception) -> TrainError:
     reason = str(error).strip().splitlines()[0]
     return TrainError(
         "E-GROUP",
-        f"the {layout.ranks} processes do not find each other ({reason})",
-        "check MASTER_ADDR and MASTER_PORT, and that every process started within "
-        f"parallel.rdep.deadline_s = {deadline_s:g}",
+        f"the {layout.ranks} processes do not find each other within {patience} ({reason})",
+        "check MASTER_ADDR and MASTER_PORT, which torchrun sets, and that every process runs",
     )
 
 
@@ -412,7 +419,8 @@ def _befell_a_peer(error: RuntimeError) -> bool:
     """Whether an error of torch says that another rank is gone or late."""
     if isinstance(error, OWN_ERRORS):
         return False
-    return isinstance(error, dist.DistError) or bool(LOST_PEER.search(str(error)))
+    said = LOST_PEER.search(str(error)) or TRANSPORTS.search(str(error))
+    return isinstance(error, dist.DistError) or said is not None
 
 
 def _what_befell_a_peer(text: str) -> str:
@@ -420,8 +428,8 @@ def _what_befell_a_peer(text: str) -> str:
     found = LOST_PEER.search(text)
     if found and found["left"]:
         return "found that another rank has left"
-    if found and found["late"]:
-        return "waited for another rank until its deadline (parallel.rdep.deadline_s)"
+    if found:
+        return f"waited for another rank until its deadline ({DEADLINE})"
     return f"failed ({' '.join(text.split())})"
 
 

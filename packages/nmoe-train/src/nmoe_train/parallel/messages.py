@@ -113,7 +113,7 @@ class Outbox:
 
     def finish(self) -> None:
         """Waits until everything is gone."""
-        with self._groups.among_peers(_doing("sending to", self._peer)):
+        with self._groups.waiting(_doing("sending to", self._peer)):
             while self._leaving:
                 works, _ = self._leaving.popleft()
                 for work in works:
@@ -154,7 +154,7 @@ class Inbox:
         """
         posted = self._posted.popleft()
         assert posted.header == header, f"used in another order than sent: not {posted.header}"
-        with self._groups.among_peers(_doing("receiving from", self._peer)):
+        with self._groups.waiting(_doing("receiving from", self._peer)):
             posted.header_came.wait()
             if not torch.equal(posted.numbers, header.numbers()):
                 raise self._stray(header, Header.read(posted.numbers))

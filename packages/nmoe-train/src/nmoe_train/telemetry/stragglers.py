@@ -1,7 +1,10 @@
 """Which rank holds the others up: one that is at work for longer than they are, again and again.
 
 Ranks of a step wait for each other, so that all take as long as the slowest. What tells them apart
-is the time that each is at work itself, without waiting.
+is the time that each is at work itself, without waiting: that of the step by the host's clock, less
+what it spent in collectives and in messages of a pipeline, and less what kernels of RDEP waited for
+rows of others. On GPUs a wait inside NCCL is the stream's and is not subtracted: a rank that is
+slow on its host between them is seen, one with a slow GPU only where RDEP's kernels wait for it.
 """
 
 from collections.abc import Sequence
