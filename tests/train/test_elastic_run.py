@@ -34,3 +34,9 @@ def test_what_does_not_survive_a_death_is_refused(tmp_path, rdep, remedy):
     assert error.value.code == "E-ELASTIC"
     assert str(error.value).endswith(remedy)
     assert not (tmp_path / "run").exists()
+
+
+def test_fewer_workers_expected_than_started_here_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match="--expected 1 is fewer than the --workers 2") as error:
+        run_elastic(config(tmp_path), 2, 1, None)
+    assert error.value.code == "E-ELASTIC"

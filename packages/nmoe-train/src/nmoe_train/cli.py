@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nmoe_train import __version__
+from nmoe_train.errors import USER_ERROR
 from nmoe_train.interrupt import SIGNALS, Interrupt, signal_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-USER_ERROR = 2
 INTERRUPTED = tuple(128 + number for number in SIGNALS)
 
 Sets = Annotated[
@@ -102,7 +102,7 @@ def elastic(
     checked = load_config(config, sets or [])
     check_layout(checked)
     _check_mirror(checked)
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    _spin_briefly()
 
     from nmoe_train.elastic_run import run_elastic, show_logs
 
@@ -119,7 +119,9 @@ def elastic(
 @app.command()
 def drill(
     workers: Annotated[int, typer.Option(min=1, help="Processes that train.")] = 4,
-    kills: Annotated[int, typer.Option(min=0, help="Faults in all, of the kinds below.")] = 6,
+    kills: Annotated[
+        int, typer.Option(min=0, help="How many faults, of the kinds of --faults in turn.")
+    ] = 6,
     faults: Annotated[
         str, typer.Option(help="kill, stop, slow-disk, full-disk, slow-peer, partition.")
     ] = "kill",
@@ -128,15 +130,18 @@ def drill(
         Path | None, typer.Option("--json", help="Write the report to this file.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Keep the runs in this new folder.  [default: thrown away]")
+        Path | None,
+        typer.Option(help="Keep the runs in this new folder.  [default: thrown away if passed]"),
     ] = None,
+    sets: Sets = None,
 ) -> None:
     """Disturb a small training here at random instants, and see it go on by itself."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    _spin_briefly()
 
     from nmoe_train.drill.command import drill_command
 
-    raise typer.Exit(drill_command(workers, kills, faults, seed, json_file, out))
+    code = drill_command(workers, kills, faults, seed, json_file, out, sets or [])
+    raise typer.Exit(code)
 
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Look at checkpoints and check them.")
@@ -256,9 +261,7 @@ def _train(config: Path, sets: list[str], *, allow_changes: bool) -> None:
     layout = current_layout(checked)
     _check_mirror(checked)
 
-    # Threads that wait by spinning starve each other wherever the cores are shared; a short spin
-    # costs nothing on an idle machine. The OpenMP library reads it when torch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    _spin_briefly()
 
     from rich.console import Console
 
@@ -302,6 +305,15 @@ def _check_mirror(config: "Config") -> None:
         from nmoe_train.storage.target import check_url
 
         check_url(config.checkpoint.mirror)
+
+
+def _spin_briefly() -> None:
+    """Keeps threads that wait from starving those that work; call it before torch is loaded.
+
+    OpenMP's spin, for milliseconds by default, wherever the cores are shared; a short spin costs
+    nothing on an idle machine.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

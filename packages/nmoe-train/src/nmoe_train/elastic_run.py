@@ -79,6 +79,12 @@ def run_elastic(config: Config, workers: int, expected: int, store: str | None) 
     this is the first. Raises TrainError and nmoe_data's DataError.
     """
     _check(config)
+    if expected < workers:
+        raise TrainError(
+            "E-ELASTIC",
+            f"--expected {expected} is fewer than the --workers {workers} of this host",
+            "give the workers of all hosts together, or leave it out where this is the only one",
+        )
     observer = ConsoleObserver(Console())
     if store is not None:
         return _mind(config, workers, expected, store, observer)

@@ -1,11 +1,14 @@
 """What `nmoe-train drill` does with its options: prints progress, the report, and a sentence."""
 
+import contextlib
 import json
 import os
 import platform
+import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,11 +24,18 @@ LOG_WIDTH = 110
 
 
 def drill_command(
-    workers: int, count: int, faults: str, seed: int, json_file: Path | None, out: Path | None
+    workers: int,
+    count: int,
+    faults: str,
+    seed: int,
+    json_file: Path | None,
+    out: Path | None,
+    sets: Sequence[str],
 ) -> int:
     """Runs a drill; the exit code: 0 only if everything was survived without a trace.
 
-    Raises TrainError for kinds of faults that there are not, and for a folder that is there.
+    `sets`: keys of the training to override. Raises TrainError for what cannot be run, and for a
+    run that did not come to its end; the file then says `passed: false` and the reason.
     """
     kinds = _kinds(faults.split(","))
     console, began_s = Console(), time.monotonic()
@@ -35,17 +45,36 @@ def drill_command(
     def tell(text: str) -> None:
         console.print(f"{time.monotonic() - began_s:6.1f} s  {text}", highlight=False, markup=False)
 
+    def write(content: Mapping[str, object]) -> None:
+        asked: dict[str, object] = {
+            "workers": workers,
+            "count": count,
+            "kinds": kinds,
+            "seed": seed,
+            "set": [*sets],
+        }
+        if json_file is not None:
+            taken = {"seconds": round(time.monotonic() - began_s, 1)}
+            json_file.write_text(
+                json.dumps(asked | _machine() | taken | dict(content), indent=1) + "\n"
+            )
+
     plan = plan_faults(kinds, count, workers, seed)
+    folder = Path(tempfile.mkdtemp(prefix="nmoe-drill-")) if out is None else _new(out)
+    drill = Drill(folder, workers, plan, tell, tuple(sets))
     tell(f"{workers} workers, {plan.steps} steps, {count} faults, seed {seed}")
-    with tempfile.TemporaryDirectory(prefix="nmoe-drill-") as scratch:
-        folder = Path(scratch) if out is None else _new(out)
-        report = Drill(folder, workers, plan, tell).run()
+    try:
+        report = drill.run()
+    except TrainError as error:
+        write({"passed": False, "reason": str(error)})
+        raise
     show(report, console)
-    if json_file is not None:
-        asked = {"workers": workers, "count": count, "kinds": kinds, "seed": seed}
-        content = {**asked, **_machine(), **report.as_json()}
-        json_file.write_text(json.dumps(content, indent=1) + "\n")
+    write(report.as_json())
     console.print(report.sentence(), soft_wrap=True, highlight=False)
+    if out is None and report.passed:
+        shutil.rmtree(folder)
+    elif out is None:
+        tell(f"the runs are in {folder}")
     return 0 if report.passed else 1
 
 
@@ -65,8 +94,20 @@ def _machine() -> dict[str, object]:
         "nmoe_train": __version__,
         "torch": version("torch"),
         "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _processor() -> str:
+    """The processor's name, where Linux says it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _new(folder: Path) -> Path:

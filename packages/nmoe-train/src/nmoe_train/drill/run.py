@@ -18,26 +18,31 @@ from nmoe_train.drill.orders import orders_of
 from nmoe_train.drill.plan import Plan
 from nmoe_train.drill.report import Report, make_report
 from nmoe_train.elastic.launcher import Launcher
+from nmoe_train.elastic.membership import largest_layout
 from nmoe_train.errors import TrainError
 from nmoe_train.presets import DRILL
 
 WORK = "nmoe_train.drill.sabotage:sabotaged_work"
-EXPERTS = 12
 SENTENCE = "a token goes to some experts and the router says which of them and why"
 DOCUMENTS = 400
 
 
 @dataclass(frozen=True)
 class Drill:
-    """A drill of some workers in a folder; `tell` hears how far it is."""
+    """A drill of some workers in a folder; `tell` hears how far it is.
+
+    `sets` are keys of the training to override.
+    """
 
     folder: Path
     workers: int
     plan: Plan
     tell: Callable[[str], None]
+    sets: tuple[str, ...] = ()
 
     def run(self) -> Report:
-        """Trains twice, and compares. Raises TrainError when a run cannot go on."""
+        """Trains twice, and compares. Raises TrainError when a run cannot begin or go on."""
+        self._check()
         self._write_data()
         self._train("undisturbed", Plan((), self.plan.steps))
         injected = self._train("disturbed", self.plan)
@@ -52,14 +57,27 @@ class Drill:
         path.write_text("\n".join(content) + "\n")
         prep(path, self.folder / "data", tokenizer="bytes", held_out=0.2)
 
+    def _check(self) -> None:
+        """Refuses a training that these workers cannot hold. Raises TrainError `E-DRILL`."""
+        if largest_layout(self._config("undisturbed"), self.workers) is None:
+            raise TrainError(
+                "E-DRILL",
+                f"{self.workers} workers cannot hold this layout",
+                "give more --workers, or lower parallel.tp and parallel.pp",
+            )
+
     def _config(self, name: str) -> Config:
-        sets = {
+        own = {
             "run.dir": str(self.folder / name),
             "data.dir": str(self.folder / "data"),
             "train.steps": self.plan.steps,
-            "parallel.ep": gcd(self.workers, EXPERTS),
         }
-        return load_config(DRILL, [f"{key}={json.dumps(value)}" for key, value in sets.items()])
+        sets = [*self.sets, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
+        config = load_config(DRILL, sets)
+        if any(key.startswith("parallel.ep=") for key in sets):
+            return config
+        ranks = self.workers // config.parallel.pp
+        return load_config(DRILL, [*sets, f"parallel.ep={gcd(ranks, config.model.moe.experts)}"])
 
     def _train(self, name: str, plan: Plan) -> list[Injected]:
         """One run to its end; the faults that it had."""
@@ -80,7 +98,7 @@ class Drill:
                 generation = run.coordinator.generation
                 if generation is not seen and generation is not None:
                     seen = generation
-                    sizes = f"dp={generation.sizes['dp']} ep={generation.sizes['ep']}"
+                    sizes = " ".join(f"{name}={n}" for name, n in generation.sizes.items() if n > 1)
                     self.tell(
                         f"{name}: generation {generation.number}, "
                         f"{len(generation.members)} workers, {sizes}"
@@ -89,7 +107,7 @@ class Drill:
             raise TrainError(
                 "E-DRILL",
                 f"the {name} run did not end by itself ({run.what or run.exit_code})",
-                f"see what its workers said in {self.folder / name}.log",
+                f"see what its workers said in {self.folder / f'{name}.log'}",
             )
         return injector.done
 

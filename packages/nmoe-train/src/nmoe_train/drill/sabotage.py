@@ -7,7 +7,6 @@ the two sides are really shut down, and probes between them refused, until it is
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import threading
@@ -20,7 +19,7 @@ from nmoe_data.loader import Loader
 
 import nmoe_train.checkpoint.folder as checkpoint_folder
 from nmoe_train.config import Config
-from nmoe_train.drill.orders import orders_of
+from nmoe_train.drill.orders import Orders, orders_of
 from nmoe_train.elastic import cut, probes
 from nmoe_train.elastic.membership import Place
 from nmoe_train.elastic_run import work
@@ -42,7 +41,7 @@ class _Sabotage(threading.Thread):
 
     def __init__(self, folder: Path, slot: int, store: str) -> None:
         super().__init__(name="sabotage", daemon=True)
-        self._folder, self._slot = folder, slot
+        self._folder, self._slot, self._orders = folder, slot, Orders(folder, slot)
         self._store_port = int(store.rpartition(":")[2])
         self._slow_steps = 0
         self._far: set[int] = set()
@@ -58,40 +57,25 @@ class _Sabotage(threading.Thread):
 
     def await_network(self) -> None:
         """Where a split has cut this worker from the store, waits until it is healed."""
-        for path in self._mine():
-            told = json.loads(path.read_bytes())
+        for _, told in self._orders.waiting():
             if told["kind"] == "partition" and told["cuts_store"] and self._slot in told["small"]:
                 time.sleep(max(0.0, told["heals_unix_s"] - time.time()))
 
     def run(self) -> None:
         """Obeys each order once, and forgets it."""
         while True:
-            for path in self._mine():
-                told = json.loads(path.read_bytes())
+            for path, told in self._orders.waiting():
                 if told["kind"] == "partition":
                     self._split(told, path)
-                elif told["kind"] == "slow-peer":
-                    path.unlink()
-                    self._slow_steps = told["steps"]
+            if (slow := self._orders.take("slow-peer")) is not None:
+                self._slow_steps = slow["steps"]
             time.sleep(POLL_S)
-
-    def _mine(self) -> list[Path]:
-        return sorted(self._folder.glob(f"{self._slot}-*.json"))
-
-    def _take(self, kind: str) -> dict[str, Any] | None:
-        """The next order of a kind, which is then done."""
-        for path in self._mine():
-            told: dict[str, Any] = json.loads(path.read_bytes())
-            if told["kind"] == kind:
-                path.unlink()
-                return told
-        return None
 
     def _save(self, real: Callable[..., None]) -> Callable[..., None]:
         def save(file: Path, *arguments: Any) -> None:
-            if (slow := self._take("slow-disk")) is not None:
+            if (slow := self._orders.take("slow-disk")) is not None:
                 time.sleep(slow["seconds"])
-            if self._take("full-disk") is not None:
+            if self._orders.take("full-disk") is not None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
             real(file, *arguments)
 
@@ -109,8 +93,7 @@ class _Sabotage(threading.Thread):
     def _split(self, told: dict[str, Any], path: Path) -> None:
         """Shuts down what leads to the other side, and refuses its probes until it is healed."""
         if time.time() >= told["heals_unix_s"]:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+            path.unlink(missing_ok=True)
             self._far = set()
             return
         if self._heals_unix_s == told["heals_unix_s"]:

@@ -27,17 +27,12 @@ class AnsweringPort:
             with connection:
                 try:
                     connection.settimeout(PROBE_S)
-                    asker = int(connection.recv(32))
-                    if (said := answer(self.number, asker)) is not None:
-                        connection.sendall(said)
+                    # Whoever says no number is no worker.
+                    int(connection.recv(32))
+                    connection.sendall(b"%d" % self.number)
                 except (OSError, ValueError):
-                    # Whoever asked has gone, or is no worker.
+                    # Whoever asked has gone, or was no worker.
                     continue
-
-
-def answer(number: int, asker: int) -> bytes | None:
-    """What worker `number` answers to worker `asker`; nothing ends the connection."""
-    return b"%d" % number
 
 
 def reaches(own: int, number: int, address: str) -> bool:

@@ -91,13 +91,14 @@ class RunFolder:
         """Appends a line to events.jsonl; a line that a full disk cut short is ended first."""
         if not self._holds:
             return
-        if self._guard is not None:
-            self._guard()
         line = json.dumps({"time_unix_s": time.time(), "event": name, **fields}).encode() + b"\n"
         with (self.path / "events.jsonl").open("ab+") as stream:
             if stream.tell():
                 stream.seek(-1, os.SEEK_END)
                 line = line if stream.read(1) == b"\n" else b"\n" + line
+            # As late as can be: a process that is stopped after this writes when it goes on.
+            if self._guard is not None:
+                self._guard()
             stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
