@@ -176,6 +176,40 @@ def checkpoint_verify(place: str) -> None:
         raise typer.Exit(USER_ERROR)
 
 
+@checkpoint.command("convert")
+def checkpoint_convert(
+    source: Path,
+    out: Path,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="The weights, without what a resume needs.")
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the matrices: fp32, bf16, fp16.  [default: as they are]"),
+    ] = None,
+    file_gb: Annotated[float, typer.Option(min=0.001, help="Largest file of weights.")] = 5.0,
+) -> None:
+    """Write a checkpoint of any layout as a run folder with one file, or its weights alone.
+
+    SOURCE is a checkpoint, or a run folder, whose newest is taken. OUT is a new folder.
+    """
+    from nmoe_data.files import os_errors
+
+    from nmoe_train.checkpoint import convert_checkpoint, convert_weights
+    from nmoe_train.errors import TrainError
+
+    if dtype is not None and not weights_only:
+        raise TrainError(
+            "E-CONVERT", "--dtype would change what a resume computes", "add --weights-only"
+        )
+    with os_errors("write", out):
+        if weights_only:
+            for file in convert_weights(source, out, dtype, file_gb * 1e9):
+                typer.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
+        else:
+            typer.echo(f"{convert_checkpoint(source, out)}  resume with run.dir = {out}")
+
+
 @app.command()
 def validate(
     config: Annotated[Path | None, typer.Argument()] = None,

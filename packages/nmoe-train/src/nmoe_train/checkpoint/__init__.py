@@ -1,5 +1,6 @@
 """Checkpoints: folders that are either complete and verified, or invisible."""
 
+from nmoe_train.checkpoint.convert import convert_checkpoint, convert_weights
 from nmoe_train.checkpoint.folder import (
     Checkpoint,
     newest_sound_checkpoint,
@@ -24,6 +25,8 @@ __all__ = [
     "Saved",
     "Saver",
     "complete_checkpoints",
+    "convert_checkpoint",
+    "convert_weights",
     "gather_state",
     "list_checkpoints",
     "materialise_moments",

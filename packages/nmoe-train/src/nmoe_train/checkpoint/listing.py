@@ -46,7 +46,7 @@ def list_checkpoints(place: str | Path) -> list[Listed]:
     """
     if is_url(str(place)):
         return _asked(str(place), _list_mirror)
-    return [_listed(folder) for folder in _folders_of(Path(place))]
+    return [_listed(folder) for folder in folders_of(Path(place))]
 
 
 def verify_checkpoints(place: str | Path) -> list[tuple[str, list[str]]]:
@@ -57,9 +57,9 @@ def verify_checkpoints(place: str | Path) -> list[tuple[str, list[str]]]:
     """
     if is_url(str(place)):
         return _asked(str(place), _verify_mirror)
-    complete = [folder for folder in _folders_of(Path(place)) if (folder / COMPLETE).exists()]
+    complete = [folder for folder in folders_of(Path(place)) if (folder / COMPLETE).exists()]
     if not complete:
-        raise _not_found(place, "no complete checkpoint")
+        raise not_found(place, "no complete checkpoint")
     return [(folder.name, damages(folder)) for folder in complete]
 
 
@@ -68,7 +68,7 @@ def _asked(url: str, ask: Callable[[Mirror, list[str]], Result]) -> Result:
     try:
         mirror, names = _mirror_of(url)
         if not names:
-            raise _not_found(url, "no checkpoint")
+            raise not_found(url, "no checkpoint")
         return ask(mirror, names)
     except TrainError:
         raise
@@ -100,20 +100,25 @@ def _verify_mirror(mirror: Mirror, names: list[str]) -> list[tuple[str, list[str
     complete = set(mirror.complete())
     found = [name for name in names if name in complete]
     if not found:
-        raise _not_found(mirror.url, "no complete checkpoint")
+        raise not_found(mirror.url, "no complete checkpoint")
     return [(name, mirror.damages(name)) for name in found]
 
 
-def _folders_of(place: Path) -> list[Path]:
+def folders_of(place: Path) -> list[Path]:
+    """The checkpoint folders of a run folder, newest first, or the one at `place`.
+
+    Raises TrainError `E-CHECKPOINT-NOT-FOUND`.
+    """
     if (place / META).exists() or (place / COMPLETE).exists():
         return [place]
     folders = all_checkpoints(place / "checkpoints") or all_checkpoints(place)
     if not folders:
-        raise _not_found(place, "no checkpoint")
+        raise not_found(place, "no checkpoint")
     return folders
 
 
-def _not_found(place: str | Path, what: str) -> TrainError:
+def not_found(place: str | Path, what: str) -> TrainError:
+    """The error of a place that has no checkpoint."""
     return TrainError(
         "E-CHECKPOINT-NOT-FOUND",
         f"there is {what} in {place}",
