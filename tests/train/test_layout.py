@@ -90,9 +90,42 @@ def test_experts_fold_over_data_and_tensor_parallelism_of_each_stage(ep: int) ->
     assert writers == [*range(ep), *range(6, 6 + ep)]
 
 
+@pytest.mark.parametrize(("etp", "ep"), [(1, 4), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1)])
+def test_neighbours_split_experts_and_runs_of_them_hold_all(etp: int, ep: int) -> None:
+    layouts = [Layout(dp=2, tp=4, pp=2, ep=ep, etp=etp, rank=rank) for rank in range(16)]
+    for first in range(0, 16, ep * etp):
+        run = layouts[first : first + ep * etp]
+        for part in range(etp):
+            held = [number for each in run[part::etp] for number in each.local_experts(8)]
+            assert held == list(range(8))
+    writers = [each.rank for each in layouts if each.writes_experts]
+    assert writers == [*range(ep * etp), *range(8, 8 + ep * etp)]
+    assert {each.expert_replicas for each in layouts} == {8 // (ep * etp)}
+    assert layouts[0].sizes().get("etp", 1) == etp
+
+
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
+        (
+            {"parallel.etp": 2},
+            "etp = 2 does not divide parallel.tp = 1, over whose ranks it folds; the nearest that "
+            "do are 1",
+        ),
+        (
+            {"parallel.tp": 2, "parallel.etp": 2, "model.moe.expert_width": 17},
+            "etp = 2 does not divide width 17, of an expert; the nearest that do are 1",
+        ),
+        (
+            {"parallel.tp": 2, "parallel.etp": 2, "parallel.dp": 3, "parallel.ep": 2},
+            "ep = 2 does not divide parallel.dp * tp / etp = 3 * 2 / 2, over whose ranks it folds; "
+            "the nearest ep that do are 1 and 3; or make parallel.dp a multiple of 2",
+        ),
+        (
+            {"parallel.tp": 2, "parallel.etp": 2, "parallel.rdep.capacity": 1.5},
+            "rdep.capacity = 1.5 bounds what an expert takes from one rank, and with parallel.etp "
+            "= 2 tokens come from several at once; leave the capacity out",
+        ),
         (
             {"parallel.tp": 4},
             "tp = 4 does not divide the 2 heads of attention; the nearest that do",

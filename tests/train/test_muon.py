@@ -4,6 +4,7 @@ The reference does the sums of the paper in float64, matrix by matrix, on slices
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import nmoe_train.parallel.matrices as shared_matrices
@@ -12,6 +13,7 @@ import torch
 from nmoe_train.checkpoint import gather_state, state_boxes
 from nmoe_train.config import Config
 from nmoe_train.model import Transformer, initialise
+from nmoe_train.model.initialise import STACKED_EXPERTS
 from nmoe_train.model.matrices import hidden_weights
 from nmoe_train.model.tensor import TensorParallel
 from nmoe_train.optim import build_optimizer
@@ -41,9 +43,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def config(tiny: Tiny) -> Callable[[str], Config]:
+def config(tiny: Tiny) -> Callable[..., Config]:
     """The configuration of a model in which nothing divides by two or three."""
-    return lambda kind: tiny(
+    return lambda kind, **overrides: tiny(
         **{
             "model.dense_width": 50,
             "model.width": 36,
@@ -52,12 +54,20 @@ def config(tiny: Tiny) -> Callable[[str], Config]:
             "optimizer.lr": RATE,
             "optimizer.weight_decay": DECAY,
             **MODELS[kind],
+            **overrides,
         }
     )
 
 
-def build(config: Config, tensor: TensorParallel | None = None) -> Transformer:
-    model = Transformer(config.model, VOCABULARY, tensor=tensor or TensorParallel())
+def build(
+    config: Config, tensor: TensorParallel | None = None, split: TensorParallel | None = None
+) -> Transformer:
+    model = Transformer(
+        config.model,
+        VOCABULARY,
+        tensor=tensor or TensorParallel(),
+        expert_tensor=split or TensorParallel(),
+    )
     initialise(model, config.model, seed=3)
     return model
 
@@ -131,6 +141,9 @@ def step_all(model: Transformer, optimizer: Any, part: Callable[[str, Tensor], T
             shape = list(parameter.shape)
             if cut is not None:
                 shape[cut.dim] = cut.whole
+            if model.expert_cut is not None and STACKED_EXPERTS.search(name):
+                dim = shape.index(model.expert_cut.length * (2 if "gate_up" in name else 1), 1)
+                shape[dim] *= model.expert_cut.whole // model.expert_cut.length
             parameter.grad = part(name, gradient(number, step, torch.Size(shape)))
         optimizer.found_inf = torch.zeros(())
         optimizer.step()
@@ -143,7 +156,7 @@ def difference(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_expert_projection_and_head_moves_as_a_matrix_of_its_own(
-    config: Callable[[str], Config], kind: str
+    config: Callable[..., Config], kind: str
 ) -> None:
     model = build(config(kind))
     want = expected(model)
@@ -191,7 +204,7 @@ def test_singular_values_come_near_one_whatever_they_were() -> None:
 def on_layout(config: Config, layout: Layout, fsdp: bool) -> tuple[Transformer, Any, list[int]]:
     """This rank's part of a model, after the steps, and how many matrices it was given a step."""
     groups = Groups(layout, _get_default_store(), **make_groups(layout, CPU))
-    model = build(config, TensorParallel(groups.tensor))
+    model = build(config, TensorParallel(groups.tensor), TensorParallel(groups.expert_tensor))
     if fsdp:
         shard_weights(model, groups, CPU)
     matrices = SharedMatrices(model, groups)
@@ -211,6 +224,10 @@ def on_layout(config: Config, layout: Layout, fsdp: bool) -> tuple[Transformer, 
 
     def part(name: str, grad: Tensor) -> Tensor:
         here = cuts[name].of(grad) if name in cuts else grad
+        if model.expert_cut is not None and STACKED_EXPERTS.search(name):
+            apart = grad.unflatten(1, (2, -1)) if "gate_up" in name else grad
+            width = replace(model.expert_cut, dim=2).of(apart)
+            here = width.flatten(1, 2) if "gate_up" in name else width
         weight = weights[name]
         if isinstance(weight, DTensor):
             return distribute_tensor(here.contiguous(), weight.device_mesh, weight.placements)
@@ -222,28 +239,37 @@ def on_layout(config: Config, layout: Layout, fsdp: bool) -> tuple[Transformer, 
 
 @pytest.mark.parametrize("rounds", [1 << 24, 100])
 @pytest.mark.parametrize(
-    ("kind", "dp", "tp", "fsdp"),
-    [("mla", 3, 1, False), ("mla", 3, 1, True), ("gqa", 2, 2, True), ("gqa", 1, 2, False)],
+    ("kind", "dp", "tp", "etp", "fsdp"),
+    [
+        ("mla", 3, 1, 1, False),
+        ("mla", 3, 1, 1, True),
+        ("gqa", 2, 2, 1, True),
+        ("gqa", 1, 2, 1, False),
+        ("gqa", 2, 2, 2, True),
+        ("gqa", 1, 2, 2, False),
+    ],
 )
 def test_parts_and_copies_on_ranks_move_as_the_whole_matrices_do(
-    config: Callable[[str], Config],
+    config: Callable[..., Config],
     on_ranks: OnRanks,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     dp: int,
     tp: int,
+    etp: int,
     fsdp: bool,
     rounds: int,
 ) -> None:
     monkeypatch.setattr(shared_matrices, "ROUND_NUMBERS", rounds)
-    one = build(config(kind))
-    alone = build_optimizer(one, config(kind).optimizer)
+    sets = config(kind, **{"model.moe.expert_width": 18 if etp > 1 else 17})
+    one = build(sets)
+    alone = build_optimizer(one, sets.optimizer)
     step_all(one, alone, lambda _, grad: grad)
     want = gather_state(one, alone)
 
     def on_rank() -> Any:
-        layout = Layout(dp=dp, tp=tp, rank=dist.get_rank())
-        model, optimizer, seen = on_layout(config(kind), layout, fsdp)
+        layout = Layout(dp=dp, tp=tp, etp=etp, rank=dist.get_rank())
+        model, optimizer, seen = on_layout(sets, layout, fsdp)
         state, boxes = gather_state(model, optimizer), state_boxes(model)
         parts = {name: (tensor.clone(), boxes.get(name)) for name, tensor in state.items()}
         return parts, seen
@@ -262,7 +288,7 @@ def test_parts_and_copies_on_ranks_move_as_the_whole_matrices_do(
 
 
 def test_copies_of_a_matrix_stay_alike_to_the_bit(
-    config: Callable[[str], Config], on_ranks: OnRanks
+    config: Callable[..., Config], on_ranks: OnRanks
 ) -> None:
     def on_rank() -> dict[str, Tensor]:
         model, _, _ = on_layout(config("mla"), Layout(dp=2, rank=dist.get_rank()), False)
@@ -273,7 +299,7 @@ def test_copies_of_a_matrix_stay_alike_to_the_bit(
 
 
 def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_momentum(
-    config: Callable[[str], Config],
+    config: Callable[..., Config],
 ) -> None:
     model = build(config("mla"))
     optimizer = build_optimizer(model, config("mla").optimizer)
@@ -287,7 +313,7 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_momentum(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_rates_and_decay_are_those_of_each_group(config: Callable[[str], Config]) -> None:
+def test_rates_and_decay_are_those_of_each_group(config: Callable[..., Config]) -> None:
     model = build(config("mla"))
     options = config("mla").optimizer.model_copy(update={"lr_expert": 0.5, "lr_router": 0.25})
     optimizer = build_optimizer(model, options)

@@ -52,7 +52,7 @@ def test_a_layer_keeps_what_is_foreseen(
     config = tiny(**GQA, **{"precision.dtype": dtype, "model.moe.shared_experts": 2})
     real = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     layer = build(config, real).layers[number]
-    foreseen = layer_footprint(config, number, CountingTensor())
+    foreseen = layer_footprint(config, number, CountingTensor(), CountingTensor())
     for sequences in (1, 3):
         x = torch.randn(sequences, 16, 32, requires_grad=True, dtype=torch.float32).to(real)
         table = rotary_table(16, 16, 1e4, torch.device("cpu"))
@@ -76,7 +76,7 @@ def test_the_head_keeps_what_is_foreseen(tiny: Tiny, build: Callable[..., Transf
 
 def test_tensor_parallel_ranks_send_what_a_count_by_hand_says(tiny: Tiny) -> None:
     config = tiny(**GQA)
-    sent = layer_footprint(config, 0, CountingTensor(2)).sent
+    sent = layer_footprint(config, 0, CountingTensor(2), CountingTensor()).sent
     # Attention and MLP each gather 8 of 16 positions, and send half of their sums on.
     assert sent == 2 * (8 * 32 * 4 + 16 * 32 * 4 // 2)
 
@@ -173,6 +173,18 @@ def test_experts_get_a_row_for_each_token_that_chose_one_of_them(tiny: Tiny) -> 
     assert stage.sent["experts"] == pytest.approx(4 * 16 * 4 * (13 / 28) * 32 * 4 * 3 / 4)
     one, four = (dry_run(config, layout, VOCABULARY) for layout in (Layout(), Layout(dp=4, ep=4)))
     assert four.stages[0].weights.experts * 4 == one.stages[0].weights.experts
+
+
+def test_neighbours_that_split_experts_hold_parts_and_gather_tokens(tiny: Tiny) -> None:
+    config = tiny(**{"train.batch_size": 4})
+    one, two = (dry_run(config, Layout(tp=2, etp=n), VOCABULARY).stages[0] for n in (1, 2))
+    assert one.weights.experts == 2 * two.weights.experts
+    assert one.weights.cut == two.weights.cut
+    # Forward and backward, each gathers and gives away 8 of 16 positions of 4 sequences, in fp32;
+    # beside the states go the two choices of a token, of 4 and, forward only, of 8 bytes.
+    states = 2 * 8 * 4 * 32 * 4
+    assert two.sent["tensor"] - one.sent["tensor"] == pytest.approx(2 * states, rel=0.1)
+    assert check_groups(Layout(dp=2, tp=4, ep=2, etp=2))["expert_tensor"] == 2
 
 
 def test_groups_of_thousands_of_ranks_are_made_in_one_process() -> None:

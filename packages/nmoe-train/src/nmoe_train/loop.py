@@ -166,6 +166,9 @@ class _Training:
             tensor=TensorParallel(
                 groups.tensor, lambda: groups.waiting("among the ranks of a share")
             ),
+            expert_tensor=TensorParallel(
+                groups.expert_tensor, lambda: groups.waiting("among ranks that split experts")
+            ),
         )
         initialise(self.model, config.model, config.run.seed)
         if config.parallel.fsdp:

@@ -95,8 +95,9 @@ def most_tokens(config: Config, groups: Groups) -> int:
     sequences = train.micro_batch_size or train.batch_size // groups.layout.dp
     # A character that the end of the prompt cuts comes back longer: U+FFFD is three bytes.
     longest_text = min(3 * PROMPT_TOKENS + GENERATED_TOKENS, config.model.positions)
-    # A rank of a tensor-parallel group has the tokens of its positions.
-    return max(sequences * -(-train.seq_len // tp), -(-longest_text // tp))
+    # A rank of a tensor-parallel group has the tokens of its positions, and of those with which it
+    # splits experts.
+    return groups.layout.etp * max(sequences * -(-train.seq_len // tp), -(-longest_text // tp))
 
 
 def _continue_held_out_text(

@@ -2,8 +2,9 @@
 
 `model.<parameter>` is the fp32 master weight, `optimizer.<moment>.<parameter>` its moments. Stacked
 experts are taken apart, one tensor an expert (`model.layers.3.moe.experts.17.down`, by its number
-among all experts), so that a rank reads what it needs however experts are spread. Of what is cut
-over ranks each has a box, whose place in the whole tensor is known.
+among all experts), so that a rank reads what it needs however experts are spread. Gate and up are
+apart there, [2, I, H], so that a part of the width is a box of it, too. Of what is cut over ranks
+each has a box, whose place in the whole tensor is known.
 """
 
 import re
@@ -19,6 +20,7 @@ from nmoe_train.errors import TrainError
 from nmoe_train.model import Transformer
 from nmoe_train.model.box import Box, held_box, whole_box
 from nmoe_train.model.initialise import STACKED_EXPERTS
+from nmoe_train.model.matrices import stack_box
 from nmoe_train.model.tensor import Cut, local
 from nmoe_train.parallel import Layout
 
@@ -51,7 +53,7 @@ def state_places(model: Transformer) -> dict[str, Place]:
     return {
         f"{prefix}.{part}": place
         for name, parameter in model.named_parameters()
-        for part, _, place in _apart(name, parameter, cuts.get(name), model.local_experts)
+        for part, _, place in _apart(model, name, parameter, cuts.get(name))
         if place is not None
         for prefix in ("model", *(f"optimizer.{moment}" for moment in MOMENTS))
     }
@@ -151,31 +153,38 @@ def _named_tensors(
         moments = optimizer.state.get(parameter, {})
         tensors = {"model": parameter.detach()}
         tensors |= {f"optimizer.{m}": moments[m] for m in MOMENTS if m in moments}
-        for part, index, _ in _apart(name, parameter, cuts.get(name), model.local_experts):
+        for part, index, _ in _apart(model, name, parameter, cuts.get(name)):
             for prefix, tensor in tensors.items():
-                here = local(tensor)
-                yield f"{prefix}.{part}", here if index is None else here[index]
+                yield f"{prefix}.{part}", _of_expert(name, local(tensor), index)
+
+
+def _of_expert(name: str, here: Tensor, index: int | None) -> Tensor:
+    """One expert of a stack, with gate and up apart; all of what is none."""
+    if index is None:
+        return here
+    return here[index].unflatten(0, (2, -1)) if name.endswith("gate_up") else here[index]
 
 
 def _apart(
-    name: str, parameter: Tensor, cut: Cut | None, experts: range
+    model: Transformer, name: str, parameter: Tensor, cut: Cut | None
 ) -> Iterator[tuple[str, int | None, Place | None]]:
     """Names under which a parameter is saved, each with its index in a stack of experts here."""
-    box, place = None, None
-    if cut is not None or isinstance(parameter, DTensor):
-        box = held_box(parameter, cut)
-        place = Place(box, over_tensor=cut is not None, over_data=isinstance(parameter, DTensor))
+    sharded = isinstance(parameter, DTensor)
     if not STACKED_EXPERTS.search(name):
+        place = None
+        if cut is not None or sharded:
+            place = Place(held_box(parameter, cut), over_tensor=cut is not None, over_data=sharded)
         yield name, None, place
         return
     stack, _, matrix = name.rpartition(".")
-    if box is not None:
-        experts = experts[box.slices()[0]]
-        rows = Box(box.start[1:], box.shape[1:], box.whole[1:])
-        within = None if rows.shape == rows.whole else rows
-        place = Place(within, over_tensor=False, over_data=True)
-    for index, expert in enumerate(experts):
-        yield f"{stack}.{expert}.{matrix}", index, place
+    here = stack_box(model, name, parameter)
+    box = Box(here.start[1:], here.shape[1:], here.whole[1:])
+    place = None
+    if sharded or box.shape != box.whole:
+        within = None if box.shape == box.whole else box
+        place = Place(within, over_tensor=model.expert_cut is not None, over_data=sharded)
+    for index in range(here.shape[0]):
+        yield f"{stack}.{here.start[0] + index}.{matrix}", index, place
 
 
 def materialise_moments(model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -343,7 +343,9 @@ class ParallelConfig(Section):
     pp: PositiveInt = 1
     """Pipeline stages."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks; folds over dp x tp."""
+    """Expert-parallel ranks; folds over dp x tp / etp."""
+    etp: PositiveInt = 1
+    """Tensor-parallel ranks that split the width of each expert; a divisor of tp."""
     fsdp: bool = False
     """Whether weights, gradients and moments are cut over the ranks that would hold them alike, and
     gathered layer by layer (FSDP2): less memory for more messages."""

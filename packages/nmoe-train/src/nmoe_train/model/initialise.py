@@ -33,7 +33,8 @@ def initialise(model: Transformer, config: ModelConfig, seed: int) -> None:
         std = residual_std if WRITES_TO_RESIDUAL.search(name) else config.init_std
         if STACKED_EXPERTS.search(name):
             for expert, weight in zip(model.local_experts, parameter, strict=True):
-                _fill(weight, None, std, seed, name, expert)
+                part = weight.unflatten(0, (2, -1)) if name.endswith("gate_up") else weight
+                _fill(part, model.expert_cut, std, seed, name, expert)
         else:
             _fill(parameter, cuts.get(name), std, seed, name)
     for buffer in model.buffers():

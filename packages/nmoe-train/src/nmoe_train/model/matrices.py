@@ -45,7 +45,7 @@ def hidden_weights(model: Transformer) -> dict[str, HiddenWeight]:
     found = dict(_linear_maps(model))
     for name, parameter in model.named_parameters():
         if STACKED_EXPERTS.search(name):
-            found[name] = _stacked_experts(model, name, parameter)
+            found[name] = _stacked_experts(model, stack_box(model, name, parameter))
     return found
 
 
@@ -71,22 +71,28 @@ def _span(whole: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
     return Box(tuple(first), tuple(shape), whole)
 
 
-def _stacked_experts(model: Transformer, name: str, parameter: Tensor) -> HiddenWeight:
-    experts = model.local_experts
+def stack_box(model: Transformer, name: str, parameter: Tensor) -> Box:
+    """What is here of a stack of all experts: of gate and up apart, [E, 2, I, H], or [E, H, I]."""
     stack = held_box(parameter, None)
     start, shape, whole = list(stack.start), list(stack.shape), list(stack.whole)
-    start[0] += experts.start
+    start[0] += model.local_experts.start
     whole[0] = model.config.moe.experts
     if name.endswith("gate_up"):
         for sizes in (shape, whole):
             sizes[1:2] = [2, sizes[1] // 2]
         start[1:2] = [0, start[1]]
-    here = Box(tuple(start), tuple(shape), tuple(whole))
+    if model.expert_cut is not None:
+        start[2] = model.expert_cut.start
+        whole[2] = model.expert_cut.whole
+    return Box(tuple(start), tuple(shape), tuple(whole))
+
+
+def _stacked_experts(model: Transformer, here: Box) -> HiddenWeight:
     *stacks, rows, columns = here.whole
     ones = (1,) * len(stacks)
     matrices = [
         Box((expert, *place, 0, 0), (*ones, rows, columns), here.whole)
-        for expert in experts
+        for expert in model.local_experts
         for place in ([(0,), (1,)] if len(stacks) == 2 else [()])
     ]
     return HiddenWeight(here, matrices)

@@ -6,6 +6,7 @@ Letters: B sequences, S positions, s of them here, H width, E experts.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from nmoe_kernels import MoE, RouterConfig, Routing
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from nmoe_train.config import ModelConfig
 from nmoe_train.model.layers import SwiGLU
+from nmoe_train.model.split_experts import SplitMoE
 from nmoe_train.model.tensor import WHOLE, TensorParallel
 
 
@@ -44,6 +46,7 @@ class MoEBlock(nn.Module):
         expert_parallel: ExpertParallel | None = None,
         name: str = "",
         tensor: TensorParallel = WHOLE,
+        expert_tensor: TensorParallel = WHOLE,
     ) -> None:
         super().__init__()
         self.tensor, self.expert_parallel = tensor, expert_parallel
@@ -59,8 +62,13 @@ class MoEBlock(nn.Module):
             renormalise=moe.renormalise,
             scale=moe.scale,
         )
-        self.experts = MoE(
-            config.width, moe.expert_width, router, expert_parallel=expert_parallel, name=name
+        shape = (config.width, moe.expert_width, router)
+        options: dict[str, Any] = {"expert_parallel": expert_parallel, "name": name}
+        self.split = not expert_tensor.alone
+        self.experts = (
+            SplitMoE(*shape, tensor=tensor, split=expert_tensor, **options)
+            if self.split
+            else MoE(*shape, **options)
         )
         hidden = moe.shared_experts * moe.expert_width
         self.shared = SwiGLU(config.width, hidden, tensor) if hidden else None
@@ -71,7 +79,7 @@ class MoEBlock(nn.Module):
         `positions`: S, of which x holds those of this rank.
         """
         shared = self._start_shared(x_BsH, positions)
-        y_BsH, routing = self.experts(x_BsH)
+        y_BsH, routing = self.experts(x_BsH, *([positions] if self.split else []))
         report = RoutingReport(
             load_E=routing.load_E,
             invalid=routing.invalid,

@@ -47,6 +47,7 @@ class Layer(nn.Module):
         number: int,
         expert_parallel: ExpertParallel | None,
         tensor: TensorParallel,
+        expert_tensor: TensorParallel = WHOLE,
     ) -> None:
         super().__init__()
         self.tensor = tensor
@@ -58,7 +59,8 @@ class Layer(nn.Module):
         if number < config.dense_layers:
             self.mlp = SwiGLU(config.width, config.dense_width, tensor)
         else:
-            self.moe = MoEBlock(config, expert_parallel, f"layers.{number}", tensor)
+            name = f"layers.{number}"
+            self.moe = MoEBlock(config, expert_parallel, name, tensor, expert_tensor)
 
     def forward(
         self, x_BsH: Tensor, table: Tensor, mask: Tensor
@@ -106,7 +108,8 @@ class Transformer(nn.Module):
 
     With `expert_parallel`, it holds this rank's experts only, and tokens travel to the others. With
     `held`, it holds the layers of these numbers only, and `part` computes them; with `tensor`, this
-    rank's part of the dense weights and of every sequence.
+    rank's part of the dense weights and of every sequence, and with `expert_tensor`, of consecutive
+    ranks among those, this rank's part of every expert.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Transformer(nn.Module):
         expert_parallel: ExpertParallel | None = None,
         held: Sequence[int] | None = None,
         tensor: TensorParallel = WHOLE,
+        expert_tensor: TensorParallel = WHOLE,
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.recompute = config, dtype, recompute
@@ -129,11 +133,16 @@ class Transformer(nn.Module):
             expert_parallel.local_experts if expert_parallel else range(config.moe.experts)
         )
         """Numbers of the experts whose weights are here, the same in every layer."""
+        self.expert_cut = expert_tensor.cut(1, config.moe.expert_width)
+        """Which part of each is here, of [2, I, H] (gate, up) and of [H, I]; None if all of it."""
         self.embedding: Embedding | None = None
         if self._begins or (ends and config.tie_embeddings):
             self.embedding = Embedding(vocab_size, config.width, tensor)
         self.layers = Layers(
-            {number: Layer(config, number, expert_parallel, tensor) for number in numbers}
+            {
+                number: Layer(config, number, expert_parallel, tensor, expert_tensor)
+                for number in numbers
+            }
         )
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None

@@ -67,8 +67,9 @@ class Groups:
     Each is None where the rank has nobody to share with. stage: the ranks of its pipeline stage.
     data: those of the stage that hold the same part of the dense weights, one for each share of
     the batch. tensor: those that have the same share. expert: those that hold all experts of the
-    stage together. replicas: those that hold the same experts. pipeline: those at the same place
-    of every stage, in the order of stages. meeting: all ranks, on their CPUs, with no deadline.
+    stage together, or this rank's part of each. expert_tensor: those that have the other parts of
+    its experts. replicas: those that hold the same experts. pipeline: those at the same place of
+    every stage, in the order of stages. meeting: all ranks, on their CPUs, with no deadline.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class Groups:
         data: dist.ProcessGroup | None = None,
         tensor: dist.ProcessGroup | None = None,
         expert: dist.ProcessGroup | None = None,
+        expert_tensor: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
         pipeline: dist.ProcessGroup | None = None,
     ) -> None:
         self.layout = layout
         self.stage, self.data, self.tensor = stage, data, tensor
-        self.expert, self.replicas, self.pipeline = expert, replicas, pipeline
+        self.expert, self.expert_tensor, self.replicas = expert, expert_tensor, replicas
+        self.pipeline = pipeline
         self._store, self._meeting = store, meeting
         self.guard: Callable[[], None] = _nothing
         """Called before this rank acts for all; raises where it may no longer."""
@@ -388,11 +391,14 @@ def make_groups(layout: Layout, device: torch.device) -> dict[str, dist.ProcessG
     )
     experts = init_device_mesh(
         device.type,
-        (layout.pp, layout.expert_replicas, layout.ep),
-        mesh_dim_names=("pipeline", "replicas", "expert"),
+        (layout.pp, layout.expert_replicas, layout.ep, layout.etp),
+        mesh_dim_names=("pipeline", "replicas", "expert", "expert_tensor"),
     )
     found: dict[str, dist.ProcessGroup] = {}
-    for mesh, names in ((dense, ("pipeline", "data", "tensor")), (experts, ("replicas", "expert"))):
+    for mesh, names in (
+        (dense, ("pipeline", "data", "tensor")),
+        (experts, ("replicas", "expert", "expert_tensor")),
+    ):
         found |= {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
     if layout.stage_ranks > 1:
         stage = dense["data", "tensor"]._flatten("stage")

@@ -3,10 +3,11 @@
 Ranks count through tensor parallelism first, then data, then pipeline stages: rank = (pp_rank * dp
 + dp_rank) * tp + tp_rank. The pipeline cuts the layers into pp stages of dp * tp ranks. In a stage,
 data parallelism splits every batch over dp shares, and the tp neighbours of a share split its
-sequences and the dense weights. Expert parallelism cuts a stage's ranks into runs of ep consecutive
-ones; each run holds all experts once, E / ep of them a rank, so the rank at place r of its stage
-holds those of r mod ep, and the dp * tp / ep ranks of one place hold the same ones. This module is
-plain arithmetic: it needs no process group and no torch.
+sequences and the dense weights. Expert tensor parallelism lets etp neighbours of those split the
+width of every expert. Expert parallelism cuts a stage's ranks into runs of ep * etp consecutive
+ones; each run holds all experts once, E / ep of them in each etp neighbours, so the rank at place r
+of its stage holds part r mod etp of those of (r // etp) mod ep, and ranks at the same place of
+other runs hold the same. This module is plain arithmetic: it needs no process group and no torch.
 """
 
 import math
@@ -26,6 +27,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 1
     rank: int = 0
     local_rank: int = 0
     """Place among the processes of this host."""
@@ -65,17 +67,17 @@ class Layout:
     @property
     def expert_rank(self) -> int:
         """Which share of its stage's experts this process holds, 0 .. ep-1."""
-        return self.stage_rank % self.ep
+        return self.stage_rank // self.etp % self.ep
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts as this one, itself included."""
-        return self.stage_ranks // self.ep
+        """Ranks that hold the same parts of the same experts as this one, itself included."""
+        return self.stage_ranks // (self.ep * self.etp)
 
     @property
     def writes_experts(self) -> bool:
-        """Whether this process is the first of those that hold its experts."""
-        return self.stage_rank < self.ep
+        """Whether this process is the first of those that hold its part of its experts."""
+        return self.stage_rank < self.ep * self.etp
 
     @property
     def first_with_output(self) -> int:
@@ -97,8 +99,9 @@ class Layout:
         return range(self.expert_rank * held, (self.expert_rank + 1) * held)
 
     def sizes(self) -> dict[str, int]:
-        """The four sizes by name, for run.json and checkpoints."""
-        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
+        """The four sizes by name, for run.json and checkpoints; and etp where experts are split."""
+        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
+        return sizes if self.etp == 1 else {**sizes, "etp": self.etp}
 
 
 def current_layout(config: Config, environment: Mapping[str, str] = os.environ) -> Layout:
@@ -118,6 +121,7 @@ def current_layout(config: Config, environment: Mapping[str, str] = os.environ) 
         tp=parallel.tp,
         pp=parallel.pp,
         ep=parallel.ep,
+        etp=parallel.etp,
         rank=rank,
         local_rank=_number("LOCAL_RANK", rank, environment),
         local_ranks=_number("LOCAL_WORLD_SIZE", processes, environment),
@@ -131,6 +135,7 @@ def check_layout(config: Config) -> None:
     """
     parallel, experts = config.parallel, config.model.moe.experts
     _check_heads(config)
+    _check_expert_widths(config)
     _check_stages(config)
     if experts % parallel.ep:
         possible = _nearest(parallel.ep, _divisors(experts))
@@ -191,6 +196,25 @@ def _check_heads(config: Config) -> None:
             )
 
 
+def _check_expert_widths(config: Config) -> None:
+    """Whether neighbours can split every expert evenly."""
+    parallel, width = config.parallel, config.model.moe.expert_width
+    possible = _divisors(parallel.tp) & _divisors(width)
+    for what, size in ((f"parallel.tp = {parallel.tp}", parallel.tp), (f"width {width}", width)):
+        if size % parallel.etp:
+            of = "over whose ranks it folds" if size is parallel.tp else "of an expert"
+            raise _problem(
+                f"parallel.etp = {parallel.etp} does not divide {what}, {of}",
+                f"the nearest that do are {_nearest(parallel.etp, possible)}",
+            )
+    if parallel.etp > 1 and parallel.rdep.capacity != "exact":
+        raise _problem(
+            f"parallel.rdep.capacity = {parallel.rdep.capacity:g} bounds what an expert takes from "
+            f"one rank, and with parallel.etp = {parallel.etp} tokens come from several at once",
+            "leave the capacity out, or set parallel.etp to 1",
+        )
+
+
 def _check_stages(config: Config) -> None:
     """Whether every pipeline stage gets as many runs of layers as its schedule wants."""
     pp, pipeline, layers = config.parallel.pp, config.parallel.pipeline, config.model.layers
@@ -246,11 +270,12 @@ def _check_micro_batches(config: Config, dp: int) -> None:
 
 def _check_sizes(config: Config, dp: int) -> None:
     """Whether experts and batch can be spread over `dp` shares."""
-    ep, tp = config.parallel.ep, config.parallel.tp
-    if dp * tp % ep:
-        possible = _nearest(ep, _divisors(dp * tp) & _divisors(config.model.moe.experts))
+    ep, tp, etp = config.parallel.ep, config.parallel.tp, config.parallel.etp
+    if dp * tp // etp % ep:
+        possible = _nearest(ep, _divisors(dp * tp // etp) & _divisors(config.model.moe.experts))
         over = f"parallel.dp = {dp}" if tp == 1 else f"parallel.dp * tp = {dp} * {tp}"
-        more = ep // math.gcd(ep, tp)
+        over = over if etp == 1 else f"parallel.dp * tp / etp = {dp} * {tp} / {etp}"
+        more = ep // math.gcd(ep, tp // etp)
         raise _problem(
             f"parallel.ep = {ep} does not divide {over}, over whose ranks it folds",
             f"the nearest ep that do are {possible}; or make parallel.dp a multiple of {more}",

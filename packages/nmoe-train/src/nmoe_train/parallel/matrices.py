@@ -8,7 +8,6 @@ messages from any rank to any other, however many matrices. So copies stay alike
 one rank alone holds it does alone. Matrices are taken in rounds, which bound the memory.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -124,10 +123,8 @@ class SharedMatrices:
         counts = [[sum(t.numel() for t in some) for some in side] for side in (sent, received)]
         flat = torch.cat([nothing, *(tensor.flatten() for some in sent for tensor in some)])
         out = flat.new_empty(sum(counts[1]))
-        began_s = time.perf_counter()
-        with self._groups.among_peers("sharing matrices"):
+        with self._groups.waiting("sharing matrices"):
             dist.all_to_all_single(out, flat, counts[1], counts[0], group=self._groups.stage)
-        self._groups.waited_s += time.perf_counter() - began_s
         places = [tensor for some in received for tensor in some]
         pieces = out.split([tensor.numel() for tensor in places])
         for tensor, piece in zip(places, pieces, strict=True):

@@ -132,12 +132,14 @@ class _DryRun:
         self.config, self.layout, self.vocab_size = config, layout, vocab_size
         self.model, train = config.model, config.train
         self.tensor = tensor = CountingTensor(layout.tp)
-        self.counter = WeightCounter(config, layout, vocab_size, tensor)
+        expert_tensor = CountingTensor(layout.etp)
+        self.counter = WeightCounter(config, layout, vocab_size, tensor, expert_tensor)
         self.itemsize = DTYPES[config.precision.dtype].itemsize
         share = train.batch_size // layout.dp
         self.sequences = train.micro_batch_size or share
         self.micro_batches = share // self.sequences
         self.tokens = self.sequences * max(tensor.lengths(train.seq_len))
+        self.expert_tokens = self.tokens * layout.etp
         self.parts = part_layers(config, vocab_size, layout.pp)
         self.chunks = len(self.parts) // layout.pp
         self.schedule = config.parallel.pipeline.schedule if layout.pp > 1 else "1f1b"
@@ -145,7 +147,8 @@ class _DryRun:
         self.recompute = train.recompute == "layer"
         kinds = {self._is_moe(number): number for number in range(self.model.layers)}
         self.footprints = {
-            moe: layer_footprint(config, number, tensor) for moe, number in kinds.items()
+            moe: layer_footprint(config, number, tensor, expert_tensor)
+            for moe, number in kinds.items()
         }
         self.head = head_footprint(config, vocab_size, tensor)
 
@@ -251,7 +254,7 @@ class _DryRun:
             return total + self._rows() * self.model.width * self.itemsize * moe
         total += footprint.fixed
         if moe:
-            total -= expert_casts(self.config) * (1 - 1 / self.layout.ep)
+            total -= expert_casts(self.config) / self.layout.etp * (1 - 1 / self.layout.ep)
             if self.layout.ep > 1:
                 total += self._rows() * self.model.width * self.itemsize
         return total
@@ -280,7 +283,7 @@ class _DryRun:
                 experts=self.model.moe.experts,
                 slots=self.model.moe.top_k,
                 width=self.model.width,
-                tokens_max=self.tokens,
+                tokens_max=self.expert_tokens,
                 dtype=DTYPES[self.config.precision.dtype],
                 device=torch.device("cpu"),
                 capacity=None,
@@ -293,7 +296,7 @@ class _DryRun:
         """Rows that a rank's experts get of a layer and micro-batch: one a token and owner."""
         moe, ep = self.model.moe, self.layout.ep
         others = comb(moe.experts - moe.experts // ep, moe.top_k) / comb(moe.experts, moe.top_k)
-        return self.tokens * ep * (1 - others)
+        return self.expert_tokens * ep * (1 - others)
 
     def _sent(self, stage: int, layers: Sequence[int], weights: Weights) -> Mapping[str, float]:
         """Bytes that a rank sends in a step, by kind. Norms, counts and checks are left out."""

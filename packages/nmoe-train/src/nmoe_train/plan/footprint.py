@@ -68,18 +68,20 @@ class CountingTensor(TensorParallel):
         return x.new_empty([*x.shape[:dim], self.lengths(x.shape[dim])[0], *x.shape[dim + 1 :]])
 
 
-def layer_footprint(config: Config, number: int, tensor: CountingTensor) -> Footprint:
-    """One layer, with all experts here."""
+def layer_footprint(
+    config: Config, number: int, tensor: CountingTensor, expert_tensor: CountingTensor
+) -> Footprint:
+    """One layer, with all experts here, or this rank's part of each."""
     model, dtype = config.model, DTYPES[config.precision.dtype]
 
     def run(sequences: int) -> tuple[list[Tensor], Callable[[], object]]:
-        layer = Layer(model, number, None, tensor)
+        layer = Layer(model, number, None, tensor, expert_tensor)
         table, mask = _surroundings(config, sequences)
         x_BsH = _states(config, sequences, tensor, dtype)
         weights = [*layer.parameters(), table, mask]
         return weights, lambda: layer(x_BsH, table, mask)
 
-    return _measure(run, tensor)
+    return _measure(run, tensor, expert_tensor)
 
 
 def head_footprint(config: Config, vocab_size: int, tensor: CountingTensor) -> Footprint:
@@ -129,17 +131,18 @@ def _states(config: Config, sequences: int, tensor: TensorParallel, dtype: torch
 
 
 def _measure(
-    run: Callable[[int], tuple[list[Tensor], Callable[[], object]]], tensor: CountingTensor
+    run: Callable[[int], tuple[list[Tensor], Callable[[], object]]], *tensors: CountingTensor
 ) -> Footprint:
     kept, sent = [], []
     for sequences in (1, 2):
         with _FakeTensors(), _FusedAttention():
             weights, forward = run(sequences)
-            tensor.sent = 0
+            for tensor in tensors:
+                tensor.sent = 0
             with _counting(weights) as found:
                 forward()
             kept.append(sum(storage.nbytes() for storage in found.values()))
-            sent.append(tensor.sent)
+            sent.append(sum(tensor.sent for tensor in tensors))
     return Footprint(kept[1] - kept[0], 2 * kept[0] - kept[1], sent[1] - sent[0])
 
 

@@ -48,10 +48,15 @@ class WeightCounter:
     """Counts what ranks of a layout hold of the layers of a stage."""
 
     def __init__(
-        self, config: Config, layout: Layout, vocab_size: int, tensor: TensorParallel
+        self,
+        config: Config,
+        layout: Layout,
+        vocab_size: int,
+        tensor: TensorParallel,
+        expert_tensor: TensorParallel,
     ) -> None:
         self.config, self.layout = config, layout
-        self.vocab_size, self.tensor = vocab_size, tensor
+        self.vocab_size, self.tensor, self.expert_tensor = vocab_size, tensor, expert_tensor
         self._models: dict[tuple[int, ...], Transformer] = {}
 
     def weights(self, layers: Sequence[int]) -> Weights:
@@ -86,7 +91,8 @@ class WeightCounter:
         """
         layout, numbers = self.layout, _numbers(weight.here)
         if STACKED_EXPERTS.search(name):
-            parts, holders, copies = 1, layout.expert_replicas, layout.expert_replicas
+            copies, parts = layout.expert_replicas, layout.etp
+            holders = copies * parts
         else:
             whole = weight.here.shape == weight.here.whole
             parts = layout.tp if any(_crosses(box, weight.here) for box in weight.matrices) else 1
@@ -108,6 +114,7 @@ class WeightCounter:
                     self.vocab_size,
                     held=layers,
                     tensor=self.tensor,
+                    expert_tensor=self.expert_tensor,
                     expert_parallel=_Owner(experts),  # type: ignore[arg-type]  # all it asks
                 )
         return self._models[key]
