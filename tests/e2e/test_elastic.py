@@ -89,6 +89,25 @@ def test_each_kind_of_fault_is_noticed_and_survived(tmp_path: Path) -> None:
         assert before[1] <= after[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "sets"),
+    [
+        ("tp2", ["parallel.tp=2", "parallel.fsdp=true", "parallel.ep=2"]),
+        ("pp2", ["parallel.pp=2", "parallel.ep=2", "train.micro_batch_size=2"]),
+    ],
+)
+def test_kills_are_survived_where_layers_are_split_and_weights_are_sharded(
+    tmp_path: Path, layout: str, sets: list[str]
+) -> None:
+    options = [word for override in sets for word in ("--set", override)]
+    report, _ = drill(tmp_path, "--kills", "2", "--seed", "2", *options)
+    assert len(report["faults"]) == 2
+    assert all(layout in row["layout_after"] for row in report["faults"])
+    records = metrics(tmp_path / "runs" / "disturbed")
+    assert {2, 4} >= {row["active_ranks"] for row in records.values()} >= {4}
+
+
 def times_of_steps(run: Path, attempt: int) -> tuple[float, float] | None:
     """When the first and the last record of any rank in an attempt was made."""
     times: list[float] = []

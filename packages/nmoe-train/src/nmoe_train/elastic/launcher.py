@@ -171,7 +171,11 @@ class Launcher:
             try:
                 self._control = self._line.control()
             except StoreGone as error:
-                self._control = Control(end={"code": 1, "what": str(error)})
+                what = (
+                    f"E-STORE: {error}; if the run goes on elsewhere, run the same command again "
+                    "once it can be reached"
+                )
+                self._control = Control(end={"code": 1, "what": what})
         while self._passed_on < len(self._signals):
             for pid in self.processes().values():
                 with contextlib.suppress(ProcessLookupError):

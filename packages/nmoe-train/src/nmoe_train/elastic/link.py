@@ -10,19 +10,25 @@ all, `generation/<g>` a generation. Process groups of generation g find each oth
 import contextlib
 import datetime
 import json
+import os
 import socket
+import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from nmoe_train.elastic.cut import open_sockets
 from nmoe_train.elastic.membership import Generation, Place
 
 CONTROL, NEWS, MEMBERS = "control", "news", "members"
 CALL_S = 10.0
 POLL_S = 0.002
+_connecting = threading.Lock()
+"""Held while a connection is made, so that it is told from those of other threads."""
 
 
 @dataclass
@@ -87,19 +93,36 @@ def _place_key(place: Place) -> str:
 def connect(address: str, timeout_s: float = CALL_S) -> TCPStore:
     """A client of the store at host:port. Raises StoreGone."""
     host, _, port = address.rpartition(":")
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        return TCPStore(
-            host, int(port), is_master=False, timeout=datetime.timedelta(seconds=timeout_s)
-        )
+        with _connecting:
+            before = set(open_sockets())
+            store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+            _bound_calls(set(open_sockets()) - before, int(port), timeout_s)
     except (RuntimeError, ValueError) as error:
         raise StoreGone(f"the store at {address} does not answer") from error
+    return store
+
+
+def _bound_calls(descriptors: Iterable[int], port: int, timeout_s: float) -> None:
+    """Lets no call on new connections to a port wait longer for the other end.
+
+    torch bounds its waits for keys, but not those for an answer: with the network gone, these
+    would last until the kernel gives the connection up, after a quarter of an hour.
+    """
+    seconds = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as shared:
+            if shared.getpeername()[1] == port:
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    shared.setsockopt(socket.SOL_SOCKET, option, seconds)
 
 
 class Line:
     """One thread's client of the store; each method raises StoreGone once it does not answer."""
 
-    def __init__(self, address: str) -> None:
-        self._store: Any = connect(address)
+    def __init__(self, address: str, timeout_s: float = CALL_S) -> None:
+        self._store: Any = connect(address, timeout_s)
 
     def read(self, key: str) -> bytes | None:
         """What a key holds; None if it is not there. Never waits for it."""
