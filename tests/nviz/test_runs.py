@@ -133,9 +133,9 @@ def test_a_changed_run_json_is_read_again_and_an_unchanged_one_is_not(
     run, index = RunFolder(root, "a"), RunIndex(root)
     RunFolder(root, "b")
     reads: list[Path] = []
-    whole = runs.read_own
+    whole = runs.read_plain
     monkeypatch.setattr(
-        runs, "read_own", lambda path, most: (reads.append(path), whole(path, most))[1]
+        runs, "read_plain", lambda path, most: (reads.append(path), whole(path, most))[1]
     )
     assert index.refresh()["a"].step == 0
     assert len(reads) == 2

@@ -5,6 +5,7 @@ since Plotly reads some HTML in names.
 """
 
 import html
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -135,15 +136,29 @@ def _with_unit(table: Table, axis: Axis) -> tuple[Table, str]:
 
 
 def _use_log_scale(figure: go.Figure) -> None:
-    """Log scale with few marks: powers of ten, or 1, 2, 5 where the values span less.
-
-    Below one power of ten Plotly's own marks are best.
-    """
-    values = [y for trace in figure.data for y in trace.y if y > 0]
-    decades = np.log10(max(values) / min(values)) if values else 0.0
+    """Log scale with few marks, each with its whole value: Plotly would write 5 for 0.5."""
+    values = [float(y) for trace in figure.data for y in trace.y if y > 0]
     figure.update_yaxes(type="log")
-    if decades > 1:
-        figure.update_yaxes(dtick=1 if decades > 2 else "D2")
+    if values:
+        marks = log_marks(min(values), max(values))
+        figure.update_yaxes(tickvals=marks, ticktext=[f"{mark:.6g}" for mark in marks])
+
+
+def log_marks(low: float, high: float) -> list[float]:
+    """Some round values from `low` to `high`, both above 0: powers of ten, or 1, 2, 5 of each, or
+    at even distances where they span less than one power.
+    """
+    decades = np.log10(high / low)
+    if decades <= 1:
+        raw = max(high - low, high * 1e-6) / 5
+        power = 10.0 ** np.floor(np.log10(raw))
+        step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= raw * (1 - 1e-9))
+        return [float(at * step) for at in range(math.ceil(low / step), int(high / step) + 1)]
+    every = max(1, math.ceil(decades / 8))
+    digits = (1, 2, 5) if decades < 2 else (1,)
+    powers = range(math.floor(np.log10(low)), math.ceil(np.log10(high)) + 1, every)
+    marks = [float(digit * 10.0**power) for power in powers for digit in digits]
+    return [mark for mark in marks if low <= mark <= high]
 
 
 def _recorded(table: Table, metric: str) -> bool:
@@ -221,7 +236,8 @@ def _add_earlier(figure: go.Figure, table: Table, metric: str) -> None:
 
 def _add_bad(figure: go.Figure, found: Curve, label: str) -> None:
     """Crosses where a value was NaN or infinite, at the height of the finite value before it."""
-    heights = np.zeros(len(found.bad_x))
+    # With no finite value anywhere any height will do that a log scale has, too.
+    heights = np.ones(len(found.bad_x))
     if len(found.x):
         before = np.searchsorted(found.x, found.bad_x, side="right") - 1
         heights = found.y[np.clip(before, 0, len(found.y) - 1)]

@@ -146,7 +146,11 @@ def folder_of(runs: str) -> Path:
 
 
 def address(host: str, port: int, token: str = "") -> str:
-    """The dashboard's address for a browser, with the token that opens it."""
+    """The dashboard's address for a browser, with the token that opens it.
+
+    Of a host that means all of this machine's addresses, the machine's name.
+    """
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}" + (f"/?token={token}" if token else "")
 

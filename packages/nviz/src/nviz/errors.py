@@ -12,3 +12,8 @@ class VizError(Exception):
         self.code = code
         self.what = what
         self.remedy = remedy
+
+    @property
+    def arguments(self) -> tuple[str, str, str]:
+        """What makes an equal error, for another process."""
+        return self.code, self.what, self.remedy

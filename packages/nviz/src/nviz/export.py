@@ -26,6 +26,7 @@ from nviz.queries import curves, experts
 from nviz.queries.configuration import flatten
 from nviz.router_figures import imbalance_map_figure, layer_loads_figure, load_map_figure
 from nviz.store import Event, Run, Workspace
+from nviz.store.plain import is_plain
 
 MOST_EVENTS = 500
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
@@ -68,7 +69,7 @@ def write_html(folder: Path, out: Path) -> int:
 
 
 def _open(folder: Path) -> tuple[Run, Workspace]:
-    if not (folder / "run.json").is_file():
+    if not is_plain(folder / "run.json"):
         raise VizError("E-RUN-MISSING", f"{folder} holds no run.json", "give the folder of one run")
     space = Workspace(folder)
     run = next(iter(space.runs().values()), None)

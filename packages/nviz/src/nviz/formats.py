@@ -40,7 +40,8 @@ def value(number: float | None, digits: int = 4) -> str:
         return "∞" if number > 0 else "−∞"
     if number != 0 and (abs(number) >= 1e15 or abs(number) < 1e-4):
         return f"{number:.{digits - 1}e}"
-    whole = len(str(int(abs(number))))
+    # Digits before the point; fewer than none where zeros follow it.
+    whole = math.floor(math.log10(abs(number))) + 1 if number else 1
     return f"{number:,.{max(0, digits - whole)}f}"
 
 
@@ -61,7 +62,7 @@ def short(number: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     """Seconds in the two largest units that fit: 45 s, 3 min 20 s, 2 h 05 min, 3 d 4 h."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "–"
     whole = int(seconds)
     if whole < 60:

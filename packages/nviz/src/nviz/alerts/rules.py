@@ -8,6 +8,7 @@ from typing import Any
 
 from nviz.errors import VizError
 from nviz.store import Run
+from nviz.store.parse import number
 
 # Kind -> the name of its limit in TOML; None for a kind without one.
 LIMITS: dict[str, str | None] = {
@@ -69,9 +70,8 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
 
 
 def _is_limit(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isfinite(value) and value > 0
+    found = None if isinstance(value, str) else number(value)
+    return found is not None and isfinite(found) and found > 0
 
 
 def _rule(entry: Any, where: str) -> Rule:
@@ -88,7 +88,7 @@ def _rule(entry: Any, where: str) -> Rule:
         )
     limit = entry.get(limit_name, 0.0) if limit_name else 0.0
     if limit_name and not _is_limit(limit):
-        raise VizError(CODE, f"{where} lacks {limit_name} above 0", f"set {limit_name}")
+        raise VizError(CODE, f"{where} needs {limit_name}, a number above 0", f"set {limit_name}")
     for name in ("name", "match"):
         if not isinstance(entry.get(name, ""), str):
             raise VizError(CODE, f"{where} has a {name} that is no text", "put it in quotes")

@@ -1,8 +1,13 @@
 """The Streamlit script: navigation, token gate, then the page that the address names."""
 
+import logging
+
 import streamlit as st
 
 from nviz import shell
+from nviz.formats import escaped
+
+log = logging.getLogger("nviz")
 
 
 def main() -> None:
@@ -26,7 +31,15 @@ def main() -> None:
     ]
     page = st.navigation(pages, position="top")
     shell.mirror_notice()
-    page.run()
+    try:
+        page.run()
+    except Exception as error:
+        log.exception("the page %s failed", page.title)
+        what = escaped(f"{type(error).__name__}: {error}"[:300])
+        st.error(
+            f"This page failed: {what}. The others work; the server's output says more.",
+            icon=":material/error:",
+        )
 
 
 main()

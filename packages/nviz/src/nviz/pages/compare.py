@@ -55,7 +55,7 @@ def choose_runs(runs: Mapping[str, Run]) -> list[Run]:
 def choose_metrics(chosen: Sequence[Run]) -> list[str]:
     """The metrics to draw, of those that the chosen runs recorded."""
     columns = shell.workspace().columns
-    known = sorted({name for run in chosen[:FIRST_RUNS] for name in columns.metrics(run.folder)})
+    known = sorted({name for run in chosen for name in columns.metrics(run.folder)})
     offered = [name for name in known if name != AXIS_COLUMNS["time"]]
     return st.multiselect(
         "Metrics",
@@ -128,14 +128,16 @@ def show(
     if not drawn:
         st.info("No chosen run recorded this metric along this axis. Choose the axis Step.")
         return
-    if grouping == "run":
+    single = grouping == "run"
+    if single:
         styles = {label: at for at, label in enumerate(chosen)}
         figure = compare_figure(drawn, styles, view)
         shell.chart(figure, f"compare {metric}", f"{metric} of {len(drawn)} runs")
         shell.csv_button(f"compare {metric}", lambda: compare.arrow(drawn))
     else:
         show_bands(metric, chosen, view, grouping)
-    notes = bad_notes(drawn) + ([missing_note(without)] if without else [])
+    treated = "marked by crosses" if single else "left out of the means"
+    notes = bad_notes(drawn, treated) + ([missing_note(without)] if without else [])
     if notes:
         st.caption("  \n".join(notes))
 
@@ -147,18 +149,19 @@ def show_bands(metric: str, chosen: Mapping[str, Run], view: View, grouping: Gro
     made = compare.bands(rows, groups, metric, view.axis, view.smoothing)
     shell.chart(band_figure(made, view), f"compare {metric}", f"{metric} of {len(made)} groups")
     shell.csv_button(f"compare {metric}", lambda: compare.band_arrow(made))
+    shorter = [formats.escaped(band.label) for band in made if band.shrinks]
+    if shorter:
+        st.caption(f"Not all runs reach the end; the line goes on with the rest: {shorter[0]}.")
 
 
-def bad_notes(drawn: Sequence[Line]) -> list[str]:
-    """How many values were not finite, and in which runs."""
+def bad_notes(drawn: Sequence[Line], treated: str) -> list[str]:
+    """How many values were not finite, what became of them, and in which runs."""
     bad = [(line.label, len(line.bad_x)) for line in drawn if len(line.bad_x)]
     if not bad:
         return []
     first = ", ".join(f"{formats.escaped(label)} ({count})" for label, count in bad[:4])
     more = f" and {len(bad) - 4} more runs" if len(bad) > 4 else ""
-    return [
-        f":orange[{sum(c for _, c in bad)} non-finite values], marked by crosses: {first}{more}"
-    ]
+    return [f":orange[{sum(c for _, c in bad)} non-finite values], {treated}: {first}{more}"]
 
 
 def missing_note(without: Sequence[str]) -> str:

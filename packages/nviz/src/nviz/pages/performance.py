@@ -1,6 +1,7 @@
 """How fast a run is and where its time goes: MFU, tokens/s, stages, overlap, memory, slow ranks."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -84,6 +85,7 @@ class Found:
     speeds: list[RankSpeed]
     ranks: RankTimes | None
     waits: PeerWaits | None
+    table: curves.Table
     problems: list[str]
 
 
@@ -107,6 +109,7 @@ def read(columns: ColumnReader, folder: Path, ranks: list[int], rank: int, view:
         speeds=performance.rank_speeds(recent),
         ranks=rank_map(columns, folder, ranks, rows) if several else None,
         waits=performance.peer_waits(recent),
+        table=table,
         problems=list(rows.problems),
     )
 
@@ -195,6 +198,7 @@ def rank_charts(found: Found, dark: bool) -> None:
             shell.chart(
                 rank_map_figure(found.ranks, dark), "ranks over steps", "Step time of each rank"
             )
+            shell.csv_button("ranks", partial(performance.rank_table, found.ranks))
         if found.waits is not None:
             shell.section(
                 "Who waits for whom",
@@ -249,6 +253,8 @@ def draw(run: Run) -> None:
     stage_charts(found, dark)
     rank_charts(found, dark)
     panels(found.drawings)
+    if found.drawings:
+        shell.csv_button("speed curves", lambda: curves.arrow(found.table), "Curves as CSV")
     shell.show_problems(found.problems)
 
 

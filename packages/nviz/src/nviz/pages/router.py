@@ -124,6 +124,7 @@ def heat_maps(found: Found, loads: LayerLoads, layer: int | None) -> None:
         )
         alt = "Load imbalance of every layer over steps"
         shell.chart(imbalance_map_figure(found.imbalance, 240), "imbalance map", alt)
+        shell.csv_button("imbalance", lambda: experts.imbalance_table(found.imbalance))
 
 
 def draw(run: Run) -> None:
@@ -147,6 +148,8 @@ def draw(run: Run) -> None:
         ):
             with column:
                 shell.panel(panel, drawing)
+    if shown:
+        shell.csv_button("router curves", lambda: curves.arrow(table), "Curves as CSV")
     shell.show_problems([*found.problems, *rows.problems])
 
 
@@ -168,7 +171,7 @@ def choose_layer(run: Run) -> None:
         st.session_state["layer_choice"] = layers[0] if layers else None
         return
     asked = st.query_params.get("layer", "")
-    wanted = int(asked) if asked.isdecimal() and int(asked) in layers else layers[0]
+    wanted = next((layer for layer in layers if str(layer) == asked), layers[0])
     st.session_state["layer_choice"] = wanted
 
     def take() -> None:

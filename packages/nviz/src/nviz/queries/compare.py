@@ -56,7 +56,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Mean, lowest and highest (G) of a group's runs along x."""
+    """Mean, lowest and highest (G) of a group's runs along x, of those that were there.
+
+    `shrinks`: not all of them reach the end, so that the last means are of fewer.
+    """
 
     label: str
     runs: int
@@ -64,6 +67,7 @@ class Band:
     mean: Array
     low: Array
     high: Array
+    shrinks: bool
 
 
 class Lines:
@@ -145,7 +149,7 @@ def bands(
     axis: Axis,
     smoothing: float,
 ) -> list[Band]:
-    """Mean and spread of each group of labels; x reaches as far as every run of the group does."""
+    """Mean and spread of each group of labels; x reaches as far as its longest run does."""
     made = []
     for name, members in groups.items():
         wholes = []
@@ -161,22 +165,28 @@ def bands(
 
 
 def _band(label: str, wholes: Sequence[tuple[Array, Array]]) -> Band:
-    start = max(float(x[0]) for x, _ in wholes)
-    end = min(float(x[-1]) for x, _ in wholes)
-    grid_G = np.linspace(start, max(start, end), GRID)
+    ends = [float(x[-1]) for x, _ in wholes]
+    grid_G = np.linspace(min(float(x[0]) for x, _ in wholes), max(ends), GRID)
     values_RG = np.stack([_means(x, y, grid_G) for x, y in wholes])
+    # Between two runs that do not overlap there may be none.
+    known_G = np.isfinite(values_RG).any(axis=0)
+    grid_G, values_RG = grid_G[known_G], values_RG[:, known_G]
+    step = grid_G[1] - grid_G[0] if len(grid_G) > 1 else 0.0
     return Band(
         label,
         len(wholes),
         grid_G,
-        values_RG.mean(axis=0),
-        values_RG.min(axis=0),
-        values_RG.max(axis=0),
+        np.nanmean(values_RG, axis=0),
+        np.nanmin(values_RG, axis=0),
+        np.nanmax(values_RG, axis=0),
+        shrinks=min(ends) < max(ends) - step,
     )
 
 
 def _means(x: Array, y: Array, grid_G: Array) -> Array:
-    """Mean of y around each grid point; between records, where there is none, on the line."""
+    """Mean of y around each grid point; between records, where there is none, on the line; before
+    the first and after the last NaN.
+    """
     half = (grid_G[1] - grid_G[0]) / 2 if len(grid_G) > 1 else 0.0
     first = np.searchsorted(x, grid_G - half, side="left")
     last = np.searchsorted(x, grid_G + half, side="right")
@@ -184,7 +194,7 @@ def _means(x: Array, y: Array, grid_G: Array) -> Array:
     counts = last - first
     with np.errstate(invalid="ignore", divide="ignore"):
         inside = (sums[last] - sums[first]) / counts
-    return np.where(counts > 0, inside, np.interp(grid_G, x, y))
+    return np.where(counts > 0, inside, np.interp(grid_G, x, y, left=np.nan, right=np.nan))
 
 
 def group_of(run: Run, grouping: Grouping) -> str:

@@ -2,7 +2,7 @@
 
 Letters: S step columns, L layers, E experts. A load of 1 is an even share: tokens of an expert
 divided by the mean over the layer's experts. Counts of all ranks are added; rows that a later
-attempt replaced are left out.
+attempt replaced are left out. A count that was not recorded is NaN, never 0: no token is a finding.
 """
 
 from collections import Counter
@@ -91,8 +91,16 @@ def load_map(blocks: Sequence[Block], layer: int, columns: int = 200) -> LoadMap
     if len(step_S) == 0:
         return LoadMap(np.zeros(0, dtype=np.int64), np.zeros((0, 0)))
     starts = _starts(len(step_S), columns)
-    sums_SE = np.add.reduceat(counts_SE, starts, axis=0)
-    return LoadMap(step_S[starts], _relative(sums_SE).T)
+    sums_SE, known_SE = _sums(counts_SE, starts)
+    with np.errstate(invalid="ignore"):
+        return LoadMap(step_S[starts], _relative(sums_SE / known_SE).T)
+
+
+def _sums(values: Array, starts: NDArray[np.int64], axis: int = 0) -> tuple[Array, Array]:
+    """Sums of the known values of each stretch along `axis`, and how many those are."""
+    known = np.isfinite(values)
+    sums = np.add.reduceat(np.where(known, values, 0.0), starts, axis=axis)
+    return sums, np.add.reduceat(known.astype(np.float64), starts, axis=axis)
 
 
 def _starts(count: int, columns: int) -> NDArray[np.int64]:
@@ -120,9 +128,7 @@ def imbalance_map(blocks: Sequence[Block], columns: int = 200) -> ImbalanceMap:
     if len(step_S) == 0:
         return ImbalanceMap(step_S, found, whole_LS)
     starts = _starts(len(step_S), columns)
-    known_LS = np.isfinite(whole_LS)
-    sums_LS = np.add.reduceat(np.where(known_LS, whole_LS, 0.0), starts, axis=1)
-    counts_LS = np.add.reduceat(known_LS.astype(np.float64), starts, axis=1)
+    sums_LS, counts_LS = _sums(whole_LS, starts, axis=1)
     with np.errstate(invalid="ignore"):
         return ImbalanceMap(step_S[starts], found, sums_LS / counts_LS)
 
@@ -157,7 +163,8 @@ def _without_padding(load_SE: NDArray[np.float32]) -> NDArray[np.float32]:
     """The layer's own experts: a narrower layer than others ends in NaN."""
     if load_SE.size == 0 or not np.isnan(load_SE[0, -1]):
         return load_SE
-    return load_SE[:, : int(np.count_nonzero(~np.isnan(load_SE[0])))]
+    known = np.flatnonzero(~np.isnan(load_SE).all(axis=0))
+    return load_SE[:, : int(known[-1]) + 1 if len(known) else 0]
 
 
 def _summed(
@@ -175,13 +182,17 @@ def _summed(
     load_NE = np.concatenate([loads_found[at] for at in fitting]).astype(np.float64)
     order = np.argsort(step_N, kind="stable")
     step_S, first = np.unique(step_N[order], return_index=True)
-    return step_S, np.add.reduceat(np.nan_to_num(load_NE[order]), first, axis=0)
+    sums_SE, known_SE = _sums(load_NE[order], first)
+    return step_S, np.where(known_SE > 0, sums_SE, np.nan)
 
 
 def _relative(counts: Array) -> Array:
-    """Counts divided by the mean over the last axis (E); NaN where no token was routed."""
-    mean = counts.mean(axis=-1, keepdims=True)
+    """Counts divided by the mean over the known ones of the last axis (E); NaN where no token was
+    routed.
+    """
+    known = np.isfinite(counts)
     with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(known, counts, 0.0).sum(-1, keepdims=True) / known.sum(-1, keepdims=True)
         return np.where(mean > 0, counts / mean, np.nan)
 
 
@@ -206,7 +217,7 @@ def loads_at(blocks: Sequence[Block], step: int | None = None) -> LayerLoads | N
     width = max(len(load_E) for load_E in rows.values())
     load_LE = np.full((len(rows), width), np.nan)
     for at, layer in enumerate(sorted(rows)):
-        load_LE[at, : len(rows[layer])] = _relative(np.nan_to_num(rows[layer]))
+        load_LE[at, : len(rows[layer])] = _relative(rows[layer])
     return LayerLoads(wanted, sorted(rows), load_LE)
 
 
@@ -231,7 +242,9 @@ def idle_experts(blocks: Sequence[Block], last: int = DEAD_STEPS) -> tuple[int, 
         _, counts_SE = layer_counts(near, layer, since=int(recent[0]))
         if counts_SE.size == 0:
             continue
-        load_E = _relative(counts_SE.sum(axis=0))
+        (sums_E,), (known_E,) = _sums(counts_SE, np.zeros(1, dtype=np.int64))
+        with np.errstate(invalid="ignore"):
+            load_E = _relative(sums_E / known_E)
         dead = np.flatnonzero(load_E == 0).tolist()
         starved = np.flatnonzero((load_E > 0) & (load_E < STARVED_BELOW)).tolist()
         if dead or starved:
@@ -243,6 +256,12 @@ def load_map_table(found: LoadMap) -> pa.Table:
     """A row a step column, a column an expert, for a download."""
     loads = {f"expert {at}": load_S for at, load_S in enumerate(found.load_ES)}
     return pa.table({"step": found.step_S} | loads)
+
+
+def imbalance_table(found: ImbalanceMap) -> pa.Table:
+    """A row a step column, a column a layer, for a download."""
+    rows = zip(found.layers, found.imbalance_LS, strict=True)
+    return pa.table({"step": found.step_S} | {f"layer {layer}": row_S for layer, row_S in rows})
 
 
 def bias_table(found: LayerBias) -> pa.Table:

@@ -5,8 +5,8 @@ fields may be missing or of another type. Letters: D dimensions of the rubric, S
 bins of quality.
 """
 
-import json
 import math
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,10 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
+from nviz.store import parse
+from nviz.store.parse import mapping, parse_json
+from nviz.store.plain import is_plain, open_plain, read_plain
+
 Triple = tuple[float, float, float]
 
 SCORES = 6
@@ -23,6 +27,9 @@ BINS = 25
 # A curve's name here and in the files.
 CURVES = (("share kept", "share"), ("precision", "precision"), ("recall", "recall"))
 LONGEST_SAMPLE_BYTES = 8 << 20
+LARGEST_RUBRIC_BYTES = 1 << 20
+# What DuckDB would take for a pattern in the name of a file.
+GLOB = re.compile(r"([*?\[])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ def status_counts(folder: Path) -> list[tuple[str, str, str, int]]:
     rows = _ask(
         "SELECT model, status, detail, count(*) AS labels FROM read_parquet(?) "
         "GROUP BY ALL ORDER BY labels DESC, model, status, detail",
-        folder / "labels.parquet",
+        [folder / "labels.parquet"],
     )
     return [
         (str(model), str(status), str(detail or ""), int(n)) for model, status, detail, n in rows
@@ -106,7 +113,7 @@ def score_counts(folder: Path) -> Scores:
         "SELECT place, score, count(*) FROM (SELECT unnest(scores) AS score, "
         "generate_subscripts(scores, 1) AS place FROM read_parquet(?) WHERE scores IS NOT NULL) "
         "GROUP BY ALL",
-        folder / "labels.parquet",
+        [folder / "labels.parquet"],
     )
     return _scores(dimensions(folder), rows)
 
@@ -125,10 +132,12 @@ def _scores(names: list[str], rows: list[tuple[Any, ...]]) -> Scores:
 def dimensions(folder: Path) -> list[str]:
     """Names of the dimensions in rubric.toml, [] if it cannot be read."""
     try:
-        content = tomllib.loads((folder / "rubric.toml").read_text())
+        content = tomllib.loads(
+            (read_plain(folder / "rubric.toml", LARGEST_RUBRIC_BYTES) or b"").decode()
+        )
     except (OSError, ValueError):
         return []
-    return [str(_mapping(item).get("name", "?")) for item in _list(content.get("dimensions"))]
+    return [str(mapping(item).get("name", "?")) for item in _list(content.get("dimensions"))]
 
 
 def quality_counts(folder: Path) -> Quality:
@@ -139,7 +148,7 @@ def quality_counts(folder: Path) -> Quality:
     rows = _ask(
         f"SELECT decision, least(floor(quality * {BINS}), {BINS - 1})::INT AS bin, count(*) "
         "FROM read_parquet(?) WHERE isfinite(quality) GROUP BY ALL",
-        folder / "scores" / "*.parquet",
+        _scores_files(folder),
     )
     count_B: dict[str, NDArray[np.int64]] = {}
     for decision, at, count in rows:
@@ -150,8 +159,8 @@ def quality_counts(folder: Path) -> Quality:
 
 def acceptance(calibration: object) -> Acceptance | None:
     """The acceptance curve in head.json or report.json, None if there is none."""
-    found = _mapping(calibration)
-    points = [_mapping(point) for point in _list(found.get("curve"))]
+    found = mapping(calibration)
+    points = [mapping(point) for point in _list(found.get("curve"))]
     marks = {"drop": number(found.get("tau_drop")), "keep": number(found.get("tau_keep"))}
     thresholds = {name: value for name, value in marks.items() if math.isfinite(value)}
     if not points and not thresholds:
@@ -184,7 +193,7 @@ def band_counts(folder: Path, drop: float, keep: float) -> dict[str, int]:
         "SELECT count(*) FILTER (quality < $2 AND quality < $3), "
         "count(*) FILTER (quality >= $2 AND quality < $3), count(*) FILTER (quality >= $3) "
         "FROM read_parquet($1) WHERE isfinite(quality)",
-        folder / "scores" / "*.parquet",
+        _scores_files(folder),
         drop,
         keep,
     )
@@ -200,7 +209,7 @@ def predicted_scores(folder: Path, names: list[str]) -> Scores:
         "SELECT place, least(greatest(round(score), 0), 5)::INT AS score, count(*) FROM "
         "(SELECT unnest(scores) AS score, generate_subscripts(scores, 1) AS place "
         "FROM read_parquet($1) WHERE scores IS NOT NULL) WHERE isfinite(score) GROUP BY ALL",
-        folder / "scores" / "*.parquet",
+        _scores_files(folder),
     )
     return _scores(names, rows)
 
@@ -208,7 +217,7 @@ def predicted_scores(folder: Path, names: list[str]) -> Scores:
 def agreements(report: dict[str, Any]) -> list[Agreement]:
     """The agreement table of report.json."""
     found = []
-    for entry in map(_mapping, _list(report.get("agreement"))):
+    for entry in map(mapping, _list(report.get("agreement"))):
         documents = entry.get("documents")
         numbers = {name: _triple(value) for name, value in entry.items() if isinstance(value, dict)}
         found.append(
@@ -234,21 +243,21 @@ def report_examples(report: dict[str, Any]) -> list[Example]:
             text=str(entry.get("text", "")),
             scores=_numbers(entry.get("scores")),
         )
-        for entry in map(_mapping, _list(report.get("examples")))
+        for entry in map(mapping, _list(report.get("examples")))
     ]
 
 
 def dropped_examples(folder: Path, most: int = 50) -> list[Example]:
     """The first documents of dropped.jsonl; lines that are no records are passed over."""
     try:
-        with (folder / "dropped.jsonl").open("rb") as file:
+        with open_plain(folder / "dropped.jsonl") as file:
             lines = file.read(LONGEST_SAMPLE_BYTES).splitlines()
     except OSError:
         return []
     found = []
     for line in lines[:most]:
         try:
-            entry = _mapping(json.loads(line))
+            entry = mapping(parse_json(line))
         except ValueError:
             continue
         quality = number(entry.get("quality"))
@@ -266,8 +275,8 @@ def dropped_examples(folder: Path, most: int = 50) -> list[Example]:
 
 def number(value: object) -> float:
     """A number of JSON, NaN for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else math.nan  # type: ignore[arg-type]  # told apart above
+    found = parse.number(value)
+    return math.nan if found is None else found
 
 
 def known(value: object) -> float | None:
@@ -276,13 +285,18 @@ def known(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _ask(sql: str, path: Path, *more: float) -> list[tuple[Any, ...]]:
+def _ask(sql: str, paths: list[Path], *more: float) -> list[tuple[Any, ...]]:
+    """Rows of a query over the plain files among `paths`."""
+    names = [GLOB.sub(r"[\1]", str(path)) for path in paths if is_plain(path)]
+    if not names:
+        raise duckdb.IOException("there is no such file yet")
     with duckdb.connect(":memory:") as connection:
-        return connection.execute(sql, [str(path), *more]).fetchall()
+        return connection.execute(sql, [names, *more]).fetchall()
 
 
-def _mapping(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+def _scores_files(folder: Path) -> list[Path]:
+    inside = folder / "scores"
+    return [] if inside.is_symlink() else sorted(inside.glob("*.parquet"))
 
 
 def _list(value: object) -> list[Any]:
@@ -290,7 +304,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _numbers(value: object) -> dict[str, float]:
-    return {str(name): number(item) for name, item in _mapping(value).items()}
+    return {str(name): number(item) for name, item in mapping(value).items()}
 
 
 def _items(value: object) -> Triple:
@@ -309,5 +323,5 @@ def _between(xs: list[float], ys: list[float], x: float) -> float:
 
 
 def _triple(value: object) -> Triple:
-    found = _mapping(value)
+    found = mapping(value)
     return number(found.get("value")), number(found.get("low")), number(found.get("high"))

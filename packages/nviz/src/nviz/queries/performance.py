@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from nviz.store.columns import Rows
@@ -173,6 +174,12 @@ def _over_median(ms_RB: Array) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):
         median = np.ma.median(np.ma.masked_invalid(ms_RB), axis=0)
         return np.asarray(np.ma.filled(np.ma.masked_invalid(ms_RB) / median, np.nan))
+
+
+def rank_table(found: RankTimes) -> pa.Table:
+    """A row a step column, a column a rank, for a download."""
+    rows = zip(found.ranks, found.relative_RB, strict=True)
+    return pa.table({"step": found.step_B} | {f"rank {rank}": row_B for rank, row_B in rows})
 
 
 def rank_speeds(found: Mapping[int, Rows], last: int = RECENT_STEPS) -> list[RankSpeed]:

@@ -6,7 +6,6 @@ are only measured, never opened: what `meta.json` says of their sizes is compare
 """
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -15,7 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nviz.store.parse import step_number
+from nviz.store.parse import parse_json, step_number
+from nviz.store.plain import open_plain, read_plain
 from nviz.store.runs import Signature, signature
 
 NAME = re.compile(r"step-(\d{8,18})")
@@ -96,8 +96,11 @@ def list_checkpoints(run_folder: Path) -> list[Checkpoint]:
 
     Links are passed over: they could lead out of the runs' root.
     """
+    inside = run_folder / "checkpoints"
+    if inside.is_symlink():
+        return []
     try:
-        with os.scandir(run_folder / "checkpoints") as entries:
+        with os.scandir(inside) as entries:
             folders = [
                 Path(entry.path)
                 for entry in entries
@@ -157,7 +160,7 @@ def _judged(folder: Path) -> tuple[str, str | None, _Meta]:
         _read_meta(folder / "meta.json", seen) if seen else (None, "meta.json is not there")
     )
     try:
-        with (folder / "COMPLETE").open("rb") as file:
+        with open_plain(folder / "COMPLETE") as file:
             wanted = file.read(128).decode(errors="replace").strip()
     except OSError:
         return "unfinished", "COMPLETE is not there", meta or _Meta("")
@@ -171,14 +174,14 @@ def _judged(folder: Path) -> tuple[str, str | None, _Meta]:
 @lru_cache(maxsize=16)
 def _read_meta(path: Path, seen: Signature) -> tuple[_Meta | None, str | None]:
     """What meta.json says and None, or None and why it cannot be read; kept while unchanged."""
-    if seen[1] > LARGEST_META_BYTES:
-        return None, "meta.json is larger than 256 MiB"
     try:
-        content = path.read_bytes()
-        value = json.loads(content)
+        content = read_plain(path, LARGEST_META_BYTES)
+        if content is None:
+            return None, "meta.json is larger than 256 MiB"
+        value = parse_json(content)
     except OSError as error:
         return None, f"meta.json: {error.strerror or error}"
-    except (ValueError, RecursionError):
+    except ValueError:
         return None, "meta.json is no whole JSON"
     if not isinstance(value, dict):
         return None, "meta.json holds no JSON object"

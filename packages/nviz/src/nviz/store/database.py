@@ -85,8 +85,8 @@ class _Sealed:
 
 
 def needs_metrics(sql: str) -> bool:
-    """Whether a statement may ask for more than `runs`."""
-    return any(name in sql.lower() for name in ("metrics", "events"))
+    """Whether a statement may ask for more than `runs`; `query` takes names as values."""
+    return any(name in sql.lower() for name in ("metrics", "events", "query"))
 
 
 class Database:

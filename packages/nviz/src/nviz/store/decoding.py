@@ -16,6 +16,7 @@ from typing import Any
 from nviz.errors import VizError
 from nviz.store.manifests import Dataset
 from nviz.store.parse import step_number
+from nviz.store.plain import read_plain
 from nviz.store.runs import Signature, signature
 
 NAME = "tokenizer.json"
@@ -47,20 +48,21 @@ def open_decoder(root: Path, dataset: Dataset) -> Decoder:
 
 @lru_cache(maxsize=4)
 def _open(path: Path, seen: Signature, wanted: str, end: int | None) -> Decoder:
-    content = _content(path, seen)
+    content = _content(path)
     if _is_bytes(content, path):
         _check(path, hashlib.sha256(content).hexdigest(), wanted)
         return _decode_bytes
     return _huggingface(path, content, wanted, end)
 
 
-def _content(path: Path, seen: Signature) -> bytes:
-    if seen[1] > LARGEST_BYTES:
-        raise _invalid(path, "it is larger than 64 MiB")
+def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        content = read_plain(path, LARGEST_BYTES)
     except OSError as error:
-        raise _invalid(path, str(error.strerror)) from error
+        raise _invalid(path, error.strerror or str(error)) from error
+    if content is None:
+        raise _invalid(path, "it is larger than 64 MiB")
+    return content
 
 
 def _is_bytes(content: bytes, path: Path) -> bool:

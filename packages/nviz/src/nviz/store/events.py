@@ -1,7 +1,6 @@
 """The events of one run, read on from where the last reading ended; the newest `MOST` are kept."""
 
 import json
-import logging
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,6 @@ from typing import Any
 
 from nviz.store.lines import GrowingLines
 from nviz.store.parse import number, parse_lines, step_number
-
-log = logging.getLogger("nviz")
 
 MOST = 20_000
 OWN_FIELDS = ("time_unix_s", "event", "step")
@@ -36,14 +33,12 @@ class EventLog:
 
     def __init__(self, folder: Path) -> None:
         self._lines = GrowingLines(folder / "events.jsonl")
+        self._unreadable: str | None = None
         self.events: deque[Event] = deque(maxlen=MOST)
 
     def refresh(self) -> None:
-        """Reads what was added since the last call. A link could lead out of the runs: it is not
-        followed.
-        """
-        if self._lines.path.is_symlink():
-            return
+        """Reads what was added since the last call."""
+        self._unreadable = None
         try:
             for at_start, data in self._lines.new_blocks_from():
                 if at_start:
@@ -52,18 +47,19 @@ class EventLog:
                 self._lines.skipped += skipped
                 self.events += [_event(record) for record in records]
         except OSError as error:
-            log.warning("events.jsonl: %s", error)
+            self._unreadable = f"events.jsonl: {error.strerror or error}"
 
     def problems(self) -> list[str]:
-        """One line if lines could not be read."""
+        """What could not be read: the file, or how many of its lines."""
         count = self._lines.skipped
-        return [f"events.jsonl: {count} unreadable line(s) skipped"] if count else []
+        found = [self._unreadable] if self._unreadable else []
+        return found + ([f"events.jsonl: {count} unreadable line(s) skipped"] if count else [])
 
 
 def _event(record: dict[str, Any]) -> Event:
     return Event(
         time_unix_s=number(record.get("time_unix_s")),
-        event=str(record.get("event"))[:200].encode(errors="replace").decode(),
+        event=str(record.get("event"))[:200],
         step=step_number(record.get("step")),
         detail={name: value for name, value in record.items() if name not in OWN_FIELDS},
     )

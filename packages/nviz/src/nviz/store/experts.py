@@ -1,7 +1,8 @@
 """One run's expert loads as arrays, read again only where a file grew.
 
 Letters: S steps, L layers, E experts. A block is what one file holds, or one stretch of its lines:
-`load_SLE` counts the tokens of each expert. A layer with fewer experts than others ends in NaN.
+`load_SLE` counts the tokens of each expert, NaN where that was not recorded. A layer with fewer
+experts than others ends in NaN.
 
 Counts of several ranks are added. Of equal rows (attempt, rank, step) the sealed one counts, and
 the rows from a later attempt's first step on are left out. Loads are large, so they are thinned:
@@ -316,14 +317,14 @@ def _of_rows(table: pa.Table, file: MetricsFile) -> tuple[list[Block], int]:
 
 
 def _matrix(row: dict[str, Any]) -> list[list[float]] | None:
-    """A row's load as numbers; None for no step, no list of lists, or no layer."""
+    """A row's load as numbers, NaN for none; None for no step, no list of lists, or no layer."""
     load, step = row.get("load"), row.get("step")
     if not isinstance(step, int) or step < 0 or not load:
         return None
     if not all(isinstance(part, list) and part for part in load):
         return None
     try:
-        return [[0.0 if value is None else float(value) for value in part] for part in load]
+        return [[np.nan if value is None else float(value) for value in part] for part in load]
     except ValueError:
         return None
 

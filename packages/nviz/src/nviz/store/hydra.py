@@ -7,7 +7,6 @@ look folders up by their keys, so no address reaches outside the root. Nothing h
 a file holds: a folder that cannot be read says why.
 """
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -15,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nviz.store.parse import parse_json
+from nviz.store.plain import read_plain
 from nviz.store.runs import (
     DEPTH,
     LARGEST_RUN_JSON_BYTES,
     Signature,
     key_below,
-    read_own,
     signature,
 )
 
@@ -114,13 +114,13 @@ def _search(folder: Path, root: Path, depth: int) -> Iterator[tuple[Path, str]]:
 def _content(path: Path) -> tuple[dict[str, Any], str | None]:
     """The JSON object in a file and None, or {} and why there is none."""
     try:
-        content = read_own(path, LARGEST_RUN_JSON_BYTES)
+        content = read_plain(path, LARGEST_RUN_JSON_BYTES)
         if content is None:
             return {}, f"{path.name} is larger than 16 MiB"
-        value = json.loads(content)
+        value = parse_json(content)
     except OSError as error:
         return {}, f"{path.name}: {error.strerror or error}"
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}, f"{path.name} is no whole JSON (is it being written?)"
     if not isinstance(value, dict):
         return {}, f"{path.name} holds no JSON object"

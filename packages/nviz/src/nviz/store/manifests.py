@@ -6,7 +6,6 @@ was found is opened, so neither an address nor a run reaches outside of it. A sh
 only if its name is one that shards have and its header is that of a plain array.
 """
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -18,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nviz.store.parse import mapping, step_number, text
-from nviz.store.runs import DEPTH, Run, Signature, key_below, read_own, signature
+from nviz.store.parse import mapping, parse_json, step_number, text
+from nviz.store.plain import is_plain, read_plain
+from nviz.store.runs import DEPTH, Run, Signature, key_below, signature
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -133,7 +133,7 @@ def _folders(folder: Path, inside: Path, without: Collection[str] = ()) -> list[
 
 def _is_dataset(folder: Path) -> bool:
     path = folder / MANIFEST
-    return path.is_file() and not path.is_symlink()
+    return is_plain(path)
 
 
 def _search(folder: Path, inside: Path, depth: int) -> Iterator[Path]:
@@ -141,7 +141,7 @@ def _search(folder: Path, inside: Path, depth: int) -> Iterator[Path]:
     if _is_dataset(folder):
         yield folder
     elif depth > 0:
-        is_run = (folder / "run.json").is_file()
+        is_run = is_plain(folder / "run.json")
         for path in _folders(folder, inside, PASSED_OVER if is_run else ()):
             yield from _search(path, inside, depth - 1)
 
@@ -158,13 +158,13 @@ def read_dataset(key: str, folder: Path) -> Dataset:
 def _read_dataset(key: str, folder: Path, seen: Signature) -> Dataset:
     """As `read_dataset`; kept while the file is unchanged."""
     try:
-        content = read_own(folder / MANIFEST, LARGEST_MANIFEST_BYTES)
+        content = read_plain(folder / MANIFEST, LARGEST_MANIFEST_BYTES)
         if content is None:
             return Dataset(key, folder, "manifest.json is larger than 64 MiB")
-        value = json.loads(content)
+        value = parse_json(content)
     except OSError as error:
         return Dataset(key, folder, f"manifest.json: {error.strerror or error}")
-    except (ValueError, RecursionError):
+    except ValueError:
         return Dataset(key, folder, "manifest.json is no whole JSON (is it being written?)")
     if not isinstance(value, dict):
         return Dataset(key, folder, "manifest.json holds no JSON object")
@@ -239,7 +239,7 @@ def map_index(dataset: Dataset, shard: Shard) -> NDArray[Any]:
 
 def _mapped(folder: Path, shard: str, name: str) -> NDArray[Any]:
     path = folder / name
-    if not SHARD.fullmatch(shard) or path.is_symlink():
+    if not SHARD.fullmatch(shard) or (path.exists() and not is_plain(path)):
         raise ValueError(f"the manifest names {shard[:100]!r}, which is no shard")
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -20,7 +20,10 @@ import pyarrow.json
 NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 # Within a text quotes are escaped, so this is always a value.
 WORD = re.compile(rb':\s*"(NaN|-?Infinity)"')
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MATRIX = pa.list_(pa.list_(pa.float64()))
+# The end of the year 9999.
+LAST_S = 253_402_300_799.0
 EXPERT_SCHEMA = pa.schema(
     [("step", pa.int64()), ("layers", pa.list_(pa.int32())), ("load", MATRIX), ("bias", MATRIX)]
 )
@@ -34,11 +37,25 @@ class Parsed:
     skipped: int
 
 
+def parse_json(content: bytes) -> Any:
+    """The JSON value in `content`. Halves of surrogate pairs, which no text may hold, become `?`.
+
+    Raises ValueError if it is no whole JSON, or too deep.
+    """
+    try:
+        value = json.loads(content)
+        if SURROGATE.search(content):
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+        return value
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+
+
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """The JSON object in `line`, or None if it holds anything else."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
@@ -185,6 +202,17 @@ def _matrix(value: object) -> list[list[float | None]] | None:
 def text(value: object, most: int) -> str | None:
     """A text of at most `most` characters, or None if `value` is none."""
     return value[:most] if isinstance(value, str) else None
+
+
+def texts(value: object, most: int = 200) -> tuple[str, ...]:
+    """The items of a list as texts of at most `most` characters each; none if it is no list."""
+    return tuple(str(item)[:most] for item in value) if isinstance(value, list) else ()
+
+
+def time_s(value: object) -> float | None:
+    """Seconds since the epoch, or None if `value` is no moment that a calendar has."""
+    found = number(value)
+    return found if found is not None and 0 <= found <= LAST_S else None
 
 
 def mapping(value: object) -> dict[str, Any]:

@@ -6,7 +6,6 @@ costs one directory walk. A run's key is its path below the root; pages look key
 and never build a path from what an address says, so no address reaches outside the root.
 """
 
-import json
 import os
 import threading
 import time
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from nviz.errors import VizError
-from nviz.store.parse import mapping, number, step_number, text
+from nviz.store.parse import mapping, number, parse_json, step_number, text, texts, time_s
+from nviz.store.plain import read_plain
 
 SCHEMA_VERSION = 1
 DEPTH = 3
@@ -96,25 +96,13 @@ def signature(path: Path) -> Signature | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def read_own(path: Path, most_bytes: int) -> bytes | None:
-    """The content of a plain file, or None if it holds more than `most_bytes`.
-
-    Raises OSError if it cannot be read, or is a link: that could lead out of the runs' root.
-    """
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise OSError("a link or no plain file, which is not read")
-    # Should it become a link now, it is not followed either.
-    opened = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
-    with os.fdopen(opened, "rb") as file:
-        content = file.read(most_bytes + 1)
-    return content if len(content) <= most_bytes else None
-
-
 def key_below(root: Path, folder: Path) -> str:
-    """The key of a folder: its path below the root, or the root's own name."""
-    if folder == root:
-        return folder.resolve().name
-    return folder.relative_to(root).as_posix()
+    """The key of a folder: its path below the root, or the root's own name.
+
+    Bytes that are no UTF-8 are written as `\\xff`, as neither a page nor SQL could show them.
+    """
+    name = folder.resolve().name if folder == root else folder.relative_to(root).as_posix()
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def find_run_folders(root: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -149,16 +137,12 @@ def _text(value: object) -> str | None:
     return text(value, 500)
 
 
-def _texts(value: object) -> tuple[str, ...]:
-    return tuple(str(item)[:200] for item in value) if isinstance(value, list) else ()
-
-
 def _attempts(value: object) -> tuple[Attempt, ...]:
     """The attempts in run.json by number; entries without a number are left out."""
     entries = [mapping(item) for item in value] if isinstance(value, list) else []
     found = {
         attempt: Attempt(
-            attempt, number(item.get("started_unix_s")), step_number(item.get("from_step"))
+            attempt, time_s(item.get("started_unix_s")), step_number(item.get("from_step"))
         )
         for item in entries
         if (attempt := step_number(item.get("attempt")))
@@ -177,14 +161,15 @@ def _results(value: object) -> dict[str, float]:
 
 def unreadable(key: str, folder: Path, problem: str) -> Run:
     """A run that can be listed but not shown."""
-    return Run(key=key, folder=folder, name=folder.name, status="unreadable", problem=problem)
+    name = key.rpartition("/")[2]
+    return Run(key=key, folder=folder, name=name, status="unreadable", problem=problem)
 
 
 def parse_run(key: str, folder: Path, content: bytes) -> Run:
     """The run that `content`, of its run.json, describes. Never raises on bad content."""
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
+        value = parse_json(content)
+    except ValueError:
         return unreadable(key, folder, "run.json is no whole JSON (is it being written?)")
     if not isinstance(value, dict):
         return unreadable(key, folder, "run.json holds no JSON object")
@@ -199,14 +184,14 @@ def parse_run(key: str, folder: Path, content: bytes) -> Run:
     return Run(
         key=key,
         folder=folder,
-        name=_text(value.get("name")) or _text(value.get("run_id")) or folder.name,
+        name=_text(value.get("name")) or _text(value.get("run_id")) or key.rpartition("/")[2],
         status=status,
         problem="run.json has an unknown status" if status == "unreadable" else None,
-        tags=_texts(value.get("tags")),
+        tags=texts(value.get("tags")),
         group=_text(value.get("group")),
-        started_unix_s=number(value.get("started_unix_s")),
-        updated_unix_s=number(value.get("updated_unix_s")),
-        ended_unix_s=number(value.get("ended_unix_s")),
+        started_unix_s=time_s(value.get("started_unix_s")),
+        updated_unix_s=time_s(value.get("updated_unix_s")),
+        ended_unix_s=time_s(value.get("ended_unix_s")),
         attempt=step_number(value.get("attempt")) or 1,
         attempts=_attempts(value.get("attempts")),
         step=step_number(value.get("step")),
@@ -214,7 +199,7 @@ def parse_run(key: str, folder: Path, content: bytes) -> Run:
         config=mapping(value.get("config")),
         versions=mapping(value.get("versions")),
         layout=mapping(value.get("layout")),
-        hosts=_texts(value.get("hosts")),
+        hosts=texts(value.get("hosts")),
         device=_text(value.get("device")),
         data_folder=_text(mapping(value.get("data")).get("dir")),
         fingerprint=_text(value.get("fingerprint")),
@@ -226,7 +211,7 @@ def parse_run(key: str, folder: Path, content: bytes) -> Run:
 def read_run(key: str, folder: Path) -> Run:
     """Read `folder`/run.json. Never raises: what cannot be read comes back as `unreadable`."""
     try:
-        content = read_own(folder / "run.json", LARGEST_RUN_JSON_BYTES)
+        content = read_plain(folder / "run.json", LARGEST_RUN_JSON_BYTES)
         if content is None:
             return unreadable(key, folder, "run.json is larger than 16 MiB")
         return parse_run(key, folder, content)

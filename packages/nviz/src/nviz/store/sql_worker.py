@@ -40,6 +40,8 @@ MOST_SNAPSHOT_S = 600.0
 # A snapshot is kept, though files changed, for this many times what it took to make, up to a limit.
 KEPT_TIMES, MOST_KEPT_S = 4.0, 15.0
 LENGTH = struct.Struct("<Q")
+# Exit codes of the child: Python's own after an error, and one for too little memory.
+FAILED, OUT_OF_MEMORY = 1, 3
 # Not `-m`: pickles name the module, which would then be `__main__`.
 START = "from nviz.store.sql_worker import main; main()"
 
@@ -79,8 +81,8 @@ class SqlWorker:
     ) -> Reply:
         """Run one SELECT.
 
-        Raises VizError as `Database.query` does, and `E-SQL-MEMORY` or `E-SQL-TIME` if the child
-        died of it or had to be killed.
+        Raises VizError as `Database.query` does, `E-SQL-MEMORY` or `E-SQL-TIME` if the child died
+        of it or had to be killed, and `E-SQL-WORKER` if it failed in another way.
         """
         with self._lock:
             try:
@@ -113,7 +115,8 @@ class SqlWorker:
         except (EOFError, BrokenPipeError) as error:
             if late.is_set():
                 raise late_error(question.limit_s) from error
-            raise memory_error() from error
+            # One that did not end by itself was killed for its memory.
+            raise (failed_error() if child.wait() == FAILED else memory_error()) from error
         return found
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -267,7 +270,7 @@ def _replied(snapshot: _Snapshot, question: Question) -> bytes:
             raise memory_error(f"the answer takes more than {question.most_bytes >> 20} MiB")
         return data
     except VizError as error:
-        return pickle.dumps((error.code, error.what, error.remedy))
+        return pickle.dumps(error.arguments)
     except (ValueError, OverflowError, duckdb.Error) as error:
         # A value that Python has no type for, such as a date after its last year.
         what = (str(error).splitlines() or [type(error).__name__])[0][:300]
@@ -284,9 +287,23 @@ def serve(root: Path) -> None:
     snapshots = Snapshots(root)
     while True:
         question = questions.get()
-        snapshot = snapshots.fresh(needs_metrics(question.sql))
+        try:
+            snapshot = snapshots.fresh(needs_metrics(question.sql))
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Not the statement's fault: what is in the runs' files was not foreseen.
+            _send(output, "ready")
+            _send(output, failed_error(f"{type(error).__name__}: {error}").arguments)
+            continue
         _send(output, "ready")
         _write(output, _replied(snapshot, question))
+
+
+def failed_error(why: str = "it ended") -> VizError:
+    """Of runs that could not be made ready for SQL."""
+    what = f"the process that answers SQL failed ({' '.join(why.split())[:300]})"
+    return VizError("E-SQL-WORKER", what, "ask again; if it stays so, move the newest run away")
 
 
 def _listen(pipe: IO[bytes], questions: "SimpleQueue[Question]") -> None:
@@ -310,4 +327,7 @@ def _go_first() -> None:
 def main() -> None:
     """The child's program; its argument is the runs' folder."""
     _go_first()
-    serve(Path(sys.argv[1]))
+    try:
+        serve(Path(sys.argv[1]))
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)

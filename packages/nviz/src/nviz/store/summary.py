@@ -20,6 +20,7 @@ import pyarrow as pa
 from nviz.store.columns import read_part
 from nviz.store.files import MetricsFile, list_metrics_files
 from nviz.store.parse import number, parse_line, parse_lines, step_number
+from nviz.store.plain import open_plain
 from nviz.store.recent import Recent
 from nviz.store.runs import Run, Signature
 
@@ -81,7 +82,7 @@ def _windows(size: int) -> list[tuple[int, int]]:
 
 def sample_lines(path: Path) -> list[Point]:
     """Points of a JSONL file by step: an even spread, the last whole line, the last evaluation."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         windows = _windows(os.fstat(file.fileno()).st_size)
         lines = [line for window in windows for line in _spread_lines(file, window, len(windows))]
         lines += _last_evaluation(file)
@@ -152,10 +153,10 @@ def sample_part(path: Path, count: int) -> list[Point]:
 def last_evaluation(path: Path) -> float | None:
     """The newest `loss/validation` in the end of an events file that no resume left behind."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - EVENT_BYTES))
-            data = file.read()
+            data = file.read(EVENT_BYTES)
     except OSError:
         return None
     start = data.find(b"\n") + 1 if size > EVENT_BYTES else 0
