@@ -1,6 +1,7 @@
 """A save costs the training a copy of its state, and nothing that the storage does reaches it."""
 
 import errno
+import mmap
 import os
 import resource
 import signal
@@ -10,10 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nmoe_train.checkpoint.direct as direct
 import nmoe_train.checkpoint.folder as folders
 import pytest
 import torch
 from nmoe_data.errors import DataError
+from nmoe_data.files import sha256_file
 from nmoe_train.checkpoint import Saver, complete_checkpoints, newest_sound_checkpoint
 from nmoe_train.checkpoint.body import Body
 from nmoe_train.checkpoint.snapshot import HostSnapshot
@@ -94,9 +97,67 @@ def test_a_body_is_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.Mo
         for name in want:
             assert got[name].dtype == want[name].dtype, name
             assert torch.equal(got[name], want[name]), name
-        assert folders.sha256_file(tmp_path / f"got-{chunk}") == body.sha256
+        assert sha256_file(tmp_path / f"got-{chunk}") == body.sha256
     with pytest.raises(FileExistsError):
         Body(tensors).write(tmp_path / "want")
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether files there can be written past the page cache."""
+    descriptor = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT)
+    try:
+        flags = direct.fcntl.fcntl(descriptor, direct.fcntl.F_GETFL)
+        direct.fcntl.fcntl(descriptor, direct.fcntl.F_SETFL, flags | direct.O_DIRECT)
+        return os.write(descriptor, mmap.mmap(-1, direct.BLOCK)) > 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("refuses", ["nothing", "the flag", "the transfer"])
+@pytest.mark.parametrize("size", [0, 5, 4096, 3 * 8192, 3 * 8192 + 1, 100_000])
+def test_a_file_past_the_page_cache_has_every_byte_and_is_read_back_from_the_disk(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    size: int,
+    refuses: str,
+) -> None:
+    chunk = 8192
+    if refuses == "nothing" and not takes_direct(tmp_path):
+        pytest.skip("the file system of this machine's temporary files takes no direct writes")
+    monkeypatch.setattr(direct, "_refused", set())
+    used: list[bool] = []
+    real_write, real_control = os.write, direct.fcntl.fcntl
+
+    def write(descriptor: int, data: Any) -> int:
+        flag = bool(real_control(descriptor, direct.fcntl.F_GETFL) & direct.O_DIRECT)
+        if flag and refuses == "the transfer":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        used.append(flag)
+        return real_write(descriptor, data)
+
+    def control(descriptor: int, command: int, *value: int) -> Any:
+        if value and value[0] & direct.O_DIRECT and refuses == "the flag":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_control(descriptor, command, *value)
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(direct.fcntl, "fcntl", control)
+    content = os.urandom(size)
+    for name in ("one", "two"):
+        file = direct.DirectWriter(tmp_path / name, chunk, size)
+        for start in range(0, size, chunk):
+            file.write(memoryview(content)[start : start + chunk])
+        file.sync()
+        file.close()
+        assert (tmp_path / name).read_bytes() == content
+        assert direct.sha256_from_disk(tmp_path / name, chunk) == sha256_file(tmp_path / name)
+    whole = size // chunk
+    assert used[: len(used) // 2] == [refuses == "nothing"] * whole + [False] * (size % chunk > 0)
+    told = [record for record in caplog.records if "O_DIRECT" in record.getMessage()]
+    assert len(told) == (refuses != "nothing" and whole > 0), "once, where it is so"
 
 
 def test_a_snapshot_is_the_tensors_however_they_lie_in_memory() -> None:

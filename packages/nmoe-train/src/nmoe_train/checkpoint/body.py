@@ -6,9 +6,9 @@ written here, not by the library, which copies every tensor once more: the bytes
 snapshot to the disk in pieces that other threads can run beside, and are hashed on the way.
 """
 
+import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from nmoe_train.checkpoint.direct import DirectWriter, sha256_from_disk
 
 CHUNK_BYTES = 4 << 20
 ALIGNMENT = 8
@@ -46,18 +48,20 @@ class Body:
     def write(self, path: Path) -> None:
         """Writes a new file and makes it durable. Raises OSError, also where there is one."""
         digest, began_s, written = hashlib.sha256(), time.monotonic(), 0
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
+        size = sum(len(part) for part in self._parts())
+        with contextlib.closing(DirectWriter(path, CHUNK_BYTES, size)) as file:
             for chunk in self._chunks():
                 digest.update(chunk)
-                _write_all(descriptor, chunk, path)
+                file.write(chunk)
                 written += len(chunk)
                 if self._limit is not None:
                     time.sleep(max(0.0, began_s + written / self._limit - time.monotonic()))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            file.sync()
         self.sha256 = digest.hexdigest()
+
+    def is_on_disk(self, path: Path) -> bool:
+        """Whether a file that is read back is what was written. Raises OSError."""
+        return sha256_from_disk(path, CHUNK_BYTES) == self.sha256
 
     def _chunks(self) -> Iterator[memoryview]:
         """All bytes, in pieces of `CHUNK_BYTES` but for the last."""
@@ -92,12 +96,3 @@ class Body:
         header = json.dumps(places, separators=(",", ":")).encode()
         header += b" " * (-len(header) % ALIGNMENT)
         return len(header).to_bytes(8, "little") + header
-
-
-def _write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    except OSError as error:
-        error.filename = str(path)
-        raise

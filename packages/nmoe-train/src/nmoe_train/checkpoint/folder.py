@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from nmoe_data.files import atomic_write, sha256_file, sync_path
+from nmoe_data.files import atomic_write, sync_path
 from safetensors import safe_open
 from torch import Tensor
 
@@ -239,7 +239,7 @@ def _write_body(
     file = folder / f"rank-{rank:05d}.safetensors"
     body = Body(tensors, limit)
     _save_tensors(file, body)
-    if sha256_file(file) != body.sha256:
+    if not body.is_on_disk(file):
         raise OSError(errno.EIO, "what was read back is not what was written", str(file))
     return {
         "file": file.name,
