@@ -284,6 +284,15 @@ def test_a_limit_holds_for_all_threads_together() -> None:
     assert time.monotonic() - began_s >= 0.5
 
 
+def test_an_upload_keeps_to_its_limit(tmp_path: Path, bucket: Bucket) -> None:
+    folder = save(tmp_path, 4)
+    began_s = time.monotonic()
+    Mirror(Target(URL, PATIENCE_S, limit=8e6)).upload(folder, ignore)
+    # Before the second part goes, the first one's 8.4 MB are paid for.
+    assert time.monotonic() - began_s >= 1.0
+    assert_same(folder, bucket)
+
+
 class Following:
     """An uploader that follows a folder in a thread of this process, and what it says."""
 

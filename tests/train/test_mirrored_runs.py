@@ -167,6 +167,28 @@ def test_a_storage_that_is_silent_holds_up_no_step_and_a_signal_leaves_it(
     assert steps_there() == [6]
 
 
+def test_one_limit_holds_for_saves_and_for_the_mirror(
+    tiny: Tiny, run: Run, events: Events, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limits: list[float | None] = []
+    look = Uploads.look
+
+    def noted(uploads: Uploads) -> None:
+        limits.append(uploads._orders.limit)
+        look(uploads)
+
+    monkeypatch.setattr(Uploads, "look", noted)
+    settings = {"checkpoint.limit_mb_s": 0.5, "checkpoint.mirror": f"file://{tmp_path}/far"}
+    config = tiny(**settings, **{"train.steps": 3})
+    run(config)
+    assert limits and set(limits) == {5e5}
+    (newest, *_) = complete_checkpoints(config.run.dir / "checkpoints")
+    size = (newest / "rank-00000.safetensors").stat().st_size
+    saves = named(events(config.run.dir), "checkpoint")
+    assert [event["step"] for event in saves] == [2, 3]
+    assert all(event["commit_ms"] >= size / 5e5 * 1e3 for event in saves)
+
+
 def test_an_uploader_that_dies_is_told_and_started_again(
     tiny: Tiny, run: Run, events: Events, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
