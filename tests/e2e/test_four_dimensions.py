@@ -1,74 +1,66 @@
-"""Data, tensor, pipeline and expert parallelism in one run of eight processes train as one does."""
+"""Any composition of data, tensor, pipeline and expert parallelism trains as one process does.
 
-from typing import Any
+`layout_cases` lists the layouts. They have grouped queries and latent attention, tied embeddings,
+uneven splits, accumulation, sharded weights, all schedules, AdamW and Muon.
+"""
+
+import json
 
 import pytest
-from layout_runs import (
-    Case,
-    Results,
-    assert_near,
-    assert_near_state,
-    make_shards,
-    metrics,
-    run_cases,
-    saved,
+from commands import checkpoint_hashes
+from layout_cases import (
+    JOURNEYS,
+    MODELS,
+    ROWS,
+    STEPS,
+    STOPPED,
+    TERMINATED,
+    Row,
+    Trained,
+    assert_trains_as_one_process,
+    codes,
 )
+from layout_runs import CURVES, assert_near, assert_near_state, metrics, saved
 
 pytestmark = pytest.mark.slow
 
-STEPS = 10
-COMMON: dict[str, Any] = {
-    "model.heads": 4,
-    "model.layers": 4,
-    "train.steps": STEPS,
-    "train.batch_size": 8,
-    "train.seq_len": 30,
-    "eval.sequences": 10,
-    "checkpoint.every": STEPS,
-}
-ALL = {"parallel.dp": 2, "parallel.tp": 2, "parallel.pp": 2}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "ep1": {**ALL, "train.micro_batch_size": 1},
-    "ep2": {
-        **ALL,
-        "parallel.ep": 2,
-        "train.micro_batch_size": 1,
-        "parallel.pipeline.schedule": "zero-bubble",
-    },
-    "ep4": {**ALL, "parallel.ep": 4},
-    "ep4-sharded": {
-        **ALL,
-        "parallel.ep": 4,
-        "parallel.fsdp": "true",
-        "train.micro_batch_size": 2,
-        "parallel.pipeline.schedule": "interleaved",
-        "parallel.pipeline.chunks": 2,
-    },
-    "ep8": {"parallel.dp": 4, "parallel.tp": 2, "parallel.ep": 8},
-}
-CASES = [
-    Case("single", 1, COMMON),
-    *(Case(name, 8, {**COMMON, **sets}) for name, sets in LAYOUTS.items()),
-]
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_any_layout_trains_as_one_process_does(trained: Trained, row: Row) -> None:
+    assert_trains_as_one_process(trained, row.name, row.model, STEPS)
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """All cases, trained."""
-    shards = make_shards(tmp_path_factory.mktemp("shards"))
-    return run_cases(tmp_path_factory.mktemp("pool"), shards, CASES, processes=8)
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_clipped(trained: Trained, model: str) -> None:
+    norms = [row["grad_norm"] for row in metrics(trained.run(model)).values()]
+    assert sum(norm > 1.0 for norm in norms) >= STEPS // 2
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_any_layout_of_all_dimensions_trains_as_one_process_does(pool: Results, name: str) -> None:
-    assert [rank.result["code"] for rank in pool.ranks(name)] == [0] * 8
-    want, got = metrics(pool.run("single")), metrics(pool.run(name))
-    assert_near(got, want, STEPS)
-    assert got[STEPS]["loss/validation"] == pytest.approx(want[STEPS]["loss/validation"], rel=1e-5)
-    steps = pool.ranks("single")[0].result["steps"]
-    first, *others = (rank.result["steps"] for rank in pool.ranks(name))
-    assert all(other == first for other in others), "ranks report the same numbers"
-    for mine, its in zip(first, steps, strict=True):
-        assert mine["load"] == its["load"]
-        assert mine["bias"] == its["bias"]
-    assert_near_state(saved(pool.run(name), STEPS), saved(pool.run("single"), STEPS))
+@pytest.mark.parametrize("run", JOURNEYS)
+def test_a_run_goes_on_however_its_layers_weights_and_experts_were_split(
+    trained: Trained, run: str
+) -> None:
+    model, cases = JOURNEYS[run]
+    assert [set(codes(trained, case.name)) for case in cases] == [
+        {0 if case.signal is None else TERMINATED} for case in cases
+    ]
+    folder, step, starts = trained.run(cases[0].name), 0, []
+    for case in cases:
+        starts.append(step)
+        step += 0 if case.signal is None else case.signal[1]
+    record = json.loads((folder / "run.json").read_text())
+    assert [attempt["from_step"] for attempt in record["attempts"]] == starts
+    assert_near(metrics(folder), metrics(trained.run(model)), STEPS)
+    assert_near_state(saved(folder, STEPS), saved(trained.run(model), STEPS))
+
+
+@pytest.mark.parametrize("run", STOPPED)
+def test_on_the_same_layout_a_stopped_run_ends_with_the_bits_of_one_never_stopped(
+    trained: Trained, run: str
+) -> None:
+    assert [set(codes(trained, f"{run}-{part}")) for part in (1, 2)] == [{TERMINATED}, {0}]
+    whole, again = trained.run(STOPPED[run]), trained.run(f"{run}-1")
+    assert [[row[n] for n in CURVES] for row in metrics(again).values()] == [
+        [row[n] for n in CURVES] for row in metrics(whole).values()
+    ]
+    assert checkpoint_hashes(again) == checkpoint_hashes(whole)

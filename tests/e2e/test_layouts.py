@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 from commands import checkpoint_hashes
+from layout_cases import TERMINATED, assert_trains_as_one_process, codes
 from layout_runs import (
     CONFIG,
     CURVES,
     EXPERTS,
-    TOLERANCE,
     Case,
     Results,
     assert_near,
@@ -43,7 +43,6 @@ MICRO_BATCHES = [1, 3]
 STEPS = 20
 SHORT = {"parallel.ep": 2, "train.steps": 6, "checkpoint.every": 3}
 LONG = {"parallel.ep": 2, "train.steps": 40, "checkpoint.every": 2}
-TERMINATED = 128 + signal.SIGTERM
 
 
 def parity_name(dp: int, ep: int, micro_batches: int) -> str:
@@ -102,10 +101,6 @@ def pool(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_cases(tmp_path_factory.mktemp("pool"), data_dir, CASES, processes=4)
 
 
-def codes(pool: Results, name: str) -> list[object]:
-    return [rank.result["code"] for rank in pool.ranks(name)]
-
-
 def error_lines(pool: Results, name: str) -> list[str]:
     """Lines of all ranks of a case that report an error; none of them is a traceback."""
     printed = [line for rank in pool.ranks(name) for line in rank.output.splitlines()]
@@ -119,21 +114,7 @@ def test_any_layout_trains_as_one_process_does(
     pool: Results, dp: int, ep: int, micro_batches: int
 ) -> None:
     name, single = parity_name(dp, ep, micro_batches), parity_name(1, 1, micro_batches)
-    assert codes(pool, name) == [0] * dp
-    want, got = metrics(pool.run(single)), metrics(pool.run(name))
-    assert_near(got, want, STEPS)
-    assert sum(row["grad_norm"] > 1.0 for row in want.values()) >= STEPS // 2, "clipping is active"
-    for step in (STEPS // 2, STEPS):
-        assert got[step]["loss/validation"] == pytest.approx(
-            want[step]["loss/validation"], rel=TOLERANCE
-        )
-    steps = pool.ranks(single)[0].result["steps"]
-    for rank in pool.ranks(name):
-        # No choice flips (see the seed), so loads are the same counts and biases the same bits.
-        for mine, its in zip(rank.result["steps"], steps, strict=True):
-            assert mine["load"] == its["load"]
-            assert mine["bias"] == its["bias"]
-    assert_near_state(saved(pool.run(name), STEPS), saved(pool.run(single), STEPS))
+    assert_trains_as_one_process(pool, name, single, STEPS)
 
 
 @pytest.mark.parametrize(("dp", "ep"), LAYOUTS)

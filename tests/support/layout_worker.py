@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -154,7 +155,11 @@ def train(case: dict[str, Any], recorder: Recorder) -> int | str:
             main()
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 0
+        except Died as error:
+            return type(error).__name__
         except BaseException as error:
+            # Nobody foresaw it: the test must be able to show where it came from.
+            traceback.print_exc()
             return type(error).__name__
     return 0
 
