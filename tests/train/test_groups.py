@@ -29,31 +29,43 @@ def members(layout: Layout) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "pp", "ep"),
+    ("dp", "tp", "pp", "ep", "etp"),
     [
-        (2, 1, 1, 1),
-        (1, 2, 1, 2),
-        (1, 1, 4, 1),
-        (2, 2, 2, 4),
-        (2, 2, 2, 2),
-        (2, 3, 2, 2),
-        (1, 4, 1, 4),
+        (2, 1, 1, 1, 1),
+        (1, 2, 1, 2, 1),
+        (1, 1, 4, 1, 1),
+        (2, 2, 2, 4, 1),
+        (2, 2, 2, 2, 1),
+        (2, 3, 2, 2, 1),
+        (1, 4, 1, 4, 1),
+        (1, 2, 1, 1, 2),
+        (2, 4, 2, 2, 2),
+        (2, 4, 1, 1, 4),
     ],
 )
 def test_each_group_holds_those_who_share_what_it_is_for(
-    dp: int, tp: int, pp: int, ep: int
+    dp: int, tp: int, pp: int, ep: int, etp: int
 ) -> None:
-    layouts = [Layout(dp=dp, tp=tp, pp=pp, ep=ep, rank=rank) for rank in range(dp * tp * pp)]
+    sizes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "etp": etp}
+    layouts = [Layout(**sizes, rank=rank) for rank in range(dp * tp * pp)]
     for me in layouts:
         found = members(me)
         stage = [other for other in layouts if other.pp_rank == me.pp_rank]
-        run = me.stage_rank // ep
+        run = [
+            other
+            for other in stage
+            if other.stage_rank // (ep * etp) == me.stage_rank // (ep * etp)
+        ]
+        part, place = me.stage_rank % etp, me.stage_rank // etp
         wanted = {
             "stage": stage,
             "data": [other for other in stage if other.tp_rank == me.tp_rank],
             "tensor": [other for other in stage if other.data_rank == me.data_rank],
-            "expert": [other for other in stage if other.stage_rank // ep == run],
-            "replicas": [other for other in stage if other.expert_rank == me.expert_rank],
+            "expert": [other for other in run if other.stage_rank % etp == part],
+            "expert_tensor": [other for other in run if other.stage_rank // etp == place],
+            "replicas": [
+                other for other in stage if (other.stage_rank - me.stage_rank) % (ep * etp) == 0
+            ],
             "pipeline": [other for other in layouts if other.stage_rank == me.stage_rank],
         }
         ranks = {name: [other.rank for other in group] for name, group in wanted.items()}
