@@ -284,7 +284,8 @@ def measure_memory(context: BrowserContext, minutes: float) -> dict[str, Any]:
         trainer.join()
         for page in pages:
             page.close()
-        stop_dashboard(process)
+        process.kill()
+        process.communicate()
     quarter = max(1, len(readings) // 4)
     second, last = readings[quarter : 2 * quarter] or readings, readings[-quarter:]
     found = {

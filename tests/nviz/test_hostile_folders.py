@@ -232,7 +232,7 @@ def test_runs_that_sql_cannot_take_are_no_lack_of_memory(
 
 def test_a_layer_of_five_thousand_digits_is_no_layer(root: Path, open_page: Open) -> None:
     run = good(root)
-    run.append_experts({"step": 1, "layers": [0], "load": [[1, 2]]})
+    run.append_experts({"step": 1, "layers": [0, 1], "load": [[1, 2], [3, 4]]})
     open_page("router", run="good", layer="9" * 5000)
 
 
