@@ -50,6 +50,14 @@ def crashing_work(config: Config, store: str, place: Place) -> None:
     os.kill(os.getpid(), signal.SIGABRT)
 
 
+def crashing_beside_work(config: Config, store: str, place: Place) -> None:
+    """Crashes once another worker has joined."""
+    line = Line(store)
+    while not line.control().roster:
+        time.sleep(0.05)
+    crashing_work(config, store, place)
+
+
 def living_work(config: Config, store: str, place: Place) -> None:
     """Joins, and lives until the run has ended."""
     line = Line(store)

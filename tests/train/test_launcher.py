@@ -19,6 +19,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     # The process that workers are forked from looks here for what it should import.
     monkeypatch.setenv("PYTHONPATH", str(Path(broken_worker.__file__).parent))
     sets = {"run.dir": f'"{tmp_path / "run"}"', "elastic.restarts": RESTARTS}
+    # How long a first host without workers waits for those of others, when there are none.
+    sets["elastic.join_s"] = 0.1
     return load_config(DRILL, [f"{key}={value}" for key, value in sets.items()])
 
 
@@ -48,7 +50,7 @@ def test_a_host_without_workers_leaves_and_the_first_stays_for_the_others(
     config: Config, tmp_path: Path, broken: int
 ) -> None:
     log, mains = tmp_path / "log", ["broken_worker:living_work"] * 2
-    mains[broken] = "broken_worker:crashing_work"
+    mains[broken] = "broken_worker:crashing_beside_work"
     logs: list[Path | None] = [None, None]
     logs[broken] = log
     with ExitStack() as stack:
