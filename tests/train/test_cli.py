@@ -284,7 +284,7 @@ def test_checkpoints_at_a_url_are_listed_and_verified(
 ) -> None:
     url = f"s3://{NAME}/runs"
     meta = {"tokens": 1280, "layout": {"dp": 2, "ep": 1}}
-    there = Mirror(Target(f"{url}/run/checkpoints", 20.0))
+    there = Mirror(Target(f"{url}/run/checkpoints", 60.0))
     for step in (2, 4):
         folder = write_checkpoint(tmp_path, step, {"model.a": torch.ones(3)}, meta, keep=2)
         there.upload(folder, lambda sent: None)

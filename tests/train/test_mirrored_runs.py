@@ -24,7 +24,7 @@ from torch import Tensor
 __all__ = ["bucket", "proxy"]
 
 URL = f"s3://{NAME}/runs"
-MIRROR = {"checkpoint.mirror": URL, "checkpoint.mirror_patience_s": 20, "checkpoint.keep": 1}
+MIRROR = {"checkpoint.mirror": URL, "checkpoint.mirror_patience_s": 60, "checkpoint.keep": 1}
 LONG_S = 120.0
 Tiny = Callable[..., Config]
 Run = Callable[..., Outcome]
@@ -37,7 +37,7 @@ def steps_here(config: Config) -> list[int]:
 
 
 def steps_there() -> list[int]:
-    mirror = Mirror(Target(f"{URL}/run/checkpoints", 20.0))
+    mirror = Mirror(Target(f"{URL}/run/checkpoints", 60.0))
     return [int(name[5:]) for name in mirror.complete()]
 
 
@@ -86,7 +86,7 @@ def test_a_damaged_file_in_the_mirror_costs_a_few_steps_and_is_noted(
     assert (found[0]["event"], found[0]["step"]) == ("start", 3)
     faults = named(found, "fault")
     assert len(faults) == 1 and "step-00000006" in faults[0]["what"]
-    there = Mirror(Target(f"{URL}/run/checkpoints", 20.0))
+    there = Mirror(Target(f"{URL}/run/checkpoints", 60.0))
     assert there.damages("step-00000006") == [], "made again, and mirrored again"
 
 
