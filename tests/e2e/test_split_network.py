@@ -107,7 +107,7 @@ def test_of_two_hosts_that_lose_each_other_one_goes_on_and_the_other_leaves_and_
             wait_for(lambda: newest(run)["step"] > split["step"], first)
         assert attempts_of_other_ranks(run) <= set(range(1, split["attempt"]))
         faults = [e for e in read_events(run) if e["event"] == "fault"]
-        assert {fault["rank"] for fault in faults} >= {2, 3}
+        assert len({fault["worker"] for fault in faults}) >= 2, "both are told of"
         hosts.connect()
         with Host(hosts, 1, tmp_path, "--store", first.store()) as returned:
             wait_for(lambda: ranks(run) == 4 and newest(run)["status"] == "running", first)
