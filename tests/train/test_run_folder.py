@@ -12,7 +12,7 @@ from nmoe_data.errors import DataError
 from nmoe_train.config import Config
 from nmoe_train.errors import TrainError
 from nmoe_train.loop import Outcome
-from nmoe_train.telemetry import MetricsWriter, RunFolder
+from nmoe_train.telemetry import MetricsWriter, RunFolder, close_record
 
 Tiny = Callable[..., Config]
 Run = Callable[..., Outcome]
@@ -45,6 +45,29 @@ def test_a_rank_that_does_not_hold_the_folder_only_writes_its_metrics(tmp_path: 
         writer.step({"step": 1}, {"step": 1, "load": [[4]]})
     names = sorted(path.name for path in (tmp_path / "metrics").iterdir())
     assert names == ["1-0-experts.jsonl", "1-0.jsonl", "1-1.jsonl"]
+
+
+def test_a_run_whose_processes_are_gone_is_closed_as_failed_and_an_ended_one_left(
+    tmp_path: Path,
+) -> None:
+    def seen() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        lines = (tmp_path / "events.jsonl").read_text().splitlines()
+        return json.loads((tmp_path / "run.json").read_text()), [json.loads(x) for x in lines]
+
+    close_record(tmp_path, "nothing was begun")
+    assert list(tmp_path.iterdir()) == []
+    folder = RunFolder(tmp_path)
+    folder.begin(0, steps=3)
+    folder.progress(1)
+    folder.begin(2, steps=3)
+    close_record(tmp_path, "E-ELASTIC-STUCK: why")
+    record, events = seen()
+    assert (record["status"], record["step"], record["steps"]) == ("failed", 2, 3)
+    assert record["ended_unix_s"] is not None
+    found = [(e["event"], e["step"], e.get("what"), e.get("status")) for e in events[2:]]
+    assert found == [("fault", 2, "E-ELASTIC-STUCK: why", None), ("end", 2, None, "failed")]
+    close_record(tmp_path, "again")
+    assert seen() == (record, events)
 
 
 def test_without_run_json_no_attempt_writes_over_an_earlier_one(tiny: Tiny, run: Run) -> None:

@@ -26,6 +26,7 @@ from nmoe_train.interrupt import SIGNALS, signal_of
 from nmoe_train.parallel import Layout
 from nmoe_train.parallel.groups import Groups
 from nmoe_train.run import run_config
+from nmoe_train.telemetry import close_record
 
 logger = logging.getLogger("nmoe_train")
 
@@ -132,6 +133,8 @@ def _mind(
                 signal.signal(number, handler)
         if launcher.exit_code not in (0, *(128 + number for number in SIGNALS)):
             observer.message(f"error {launcher.what}")
+            if store is None:
+                close_record(config.run.dir, launcher.what)
         return launcher.exit_code
 
 

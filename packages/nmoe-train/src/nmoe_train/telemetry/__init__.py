@@ -2,6 +2,13 @@
 
 from nmoe_train.telemetry.flops import peak_flops, training_flops_per_token
 from nmoe_train.telemetry.metrics import MetricsWriter
-from nmoe_train.telemetry.run_folder import RunFolder, next_record
+from nmoe_train.telemetry.run_folder import RunFolder, close_record, next_record
 
-__all__ = ["MetricsWriter", "RunFolder", "next_record", "peak_flops", "training_flops_per_token"]
+__all__ = [
+    "MetricsWriter",
+    "RunFolder",
+    "close_record",
+    "next_record",
+    "peak_flops",
+    "training_flops_per_token",
+]

@@ -131,6 +131,17 @@ def next_record(path: Path) -> dict[str, Any]:
     }
 
 
+def close_record(path: Path, what: str) -> None:
+    """Says of a run whose processes are gone, and could not do so themselves, that and why it
+    failed; nothing where they did. For who holds the folder.
+    """
+    record = _read_json(path / "run.json")
+    if record.get("status") == "running":
+        folder = RunFolder(path, record)
+        folder.event("fault", step=record.get("step", 0), what=what)
+        folder.end("failed")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
