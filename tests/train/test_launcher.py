@@ -21,6 +21,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     sets = {"run.dir": f'"{tmp_path / "run"}"', "elastic.restarts": RESTARTS}
     # How long a first host without workers waits for those of others, when there are none.
     sets["elastic.join_s"] = 0.1
+    # Nobody here is counted out for silence.
+    sets["elastic.deadline_s"] = 120
     return load_config(DRILL, [f"{key}={value}" for key, value in sets.items()])
 
 

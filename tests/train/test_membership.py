@@ -111,6 +111,14 @@ def test_the_largest_layout_uses_as_many_workers_as_divide_the_batch(
     assert (None if layout is None else (layout.dp, layout.ep)) == expected
 
 
+def test_neighbours_that_split_experts_stay_together() -> None:
+    split = {"parallel": {"tp": 2, "etp": 2}}
+    for workers, sizes in ((2, (1, 1)), (5, (2, 2)), (8, (4, 4)), (13, (6, 6))):
+        layout = largest_layout(config(ep=workers // 2, **split), workers)
+        assert layout is not None
+        assert (layout.tp, layout.etp, layout.dp, layout.ep) == (2, 2, *sizes)
+
+
 def test_every_layout_chosen_divides_batch_micro_batches_and_experts() -> None:
     for batch, experts, ep, micro in product((8, 12, 16), (6, 8, 12), (1, 2, 4), (None, 1, 2)):
         if experts % ep:

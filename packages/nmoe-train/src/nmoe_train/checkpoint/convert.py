@@ -6,7 +6,8 @@ is a run folder with that checkpoint. Both appear under their name once they are
 """
 
 import json
-import shutil
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -93,11 +94,16 @@ def _new_folder(out: Path) -> Path:
     """A folder beside `out` that becomes it."""
     if out.exists():
         raise TrainError("E-CONVERT", f"{out} exists", "name a new folder")
-    temporary = out.with_name(f"{out.name}.tmp")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    temporary.chmod(0o777 & ~_umask())
     return temporary
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _appear(temporary: Path, out: Path) -> None:

@@ -56,10 +56,11 @@ class DirectWriter:
     def close(self) -> None:
         """Closes the file."""
         os.close(self._descriptor)
-        if self._buffer is not None:
-            self._buffer.close()
+        # An error on its way may still look at the buffer, which cannot be closed then.
+        self._buffer = None
 
     def _write_all(self, data: memoryview) -> None:
+        size = len(data)
         try:
             while data:
                 try:
@@ -68,7 +69,8 @@ class DirectWriter:
                     # Some take the flag and refuse the transfer; some write a part of a block.
                     if error.errno != errno.EINVAL or not self._direct:
                         raise
-                    _tell_refused(self._descriptor, self._path)
+                    if len(data) == size:
+                        _tell_refused(self._descriptor, self._path)
                     self._turn_off()
         except OSError as error:
             error.filename = str(self._path)
@@ -91,9 +93,19 @@ def sha256_from_disk(path: Path, chunk_bytes: int) -> str:
         with mmap.mmap(-1, max(chunk_bytes, BLOCK)) as buffer, memoryview(buffer) as view:
             # The end of a file is shorter than a block, which a direct read may refuse.
             whole = size - size % chunk_bytes if direct else 0
-            while read := os.readv(descriptor, [view]):
-                digest.update(view[:read])
-                whole -= read
+            while True:
+                try:
+                    read = os.readv(descriptor, [view])
+                except OSError as error:
+                    # After a short read, the next one begins within a block.
+                    if error.errno != errno.EINVAL or not direct:
+                        raise
+                    read, whole = 0, 0
+                else:
+                    if not read:
+                        break
+                    digest.update(view[:read])
+                    whole -= read
                 if direct and whole <= 0:
                     direct = False
                     _turn(descriptor, path, on=False)

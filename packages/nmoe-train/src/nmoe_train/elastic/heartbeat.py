@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from nmoe_train.elastic.link import Beat, Control, Line, StoreGone
+from nmoe_train.elastic.link import CALL_S, Beat, Control, Line, StoreGone
 from nmoe_train.errors import TrainError
 
 
@@ -27,7 +27,7 @@ class Heart(threading.Thread):
 
     def __init__(self, address: str, number: int, beat_s: float, deadline_s: float) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self._line, self.number = Line(address), number
+        self._line, self.number = Line(address, max(CALL_S, deadline_s)), number
         self._beat_s, self._deadline_s = beat_s, deadline_s
         self.control = Control()
         self._at = Beat()

@@ -94,7 +94,8 @@ class Launcher:
             self.coordinator = Coordinator(config, self._server, expected)
         self.store = store
         try:
-            self._line = Line(store)
+            # It outlives its workers, which the others count out after the deadline.
+            self._line = Line(store, max(CALL_S, 2 * config.elastic.deadline_s))
             number = self._line.next_number()
         except StoreGone as error:
             remedy = "give the address that the first launcher prints, while it runs"
@@ -220,7 +221,8 @@ class Launcher:
             self._line.tell("exit", place=slot.place, pid=process.pid, how=how)
         slot.start_at_s = time.monotonic() + AGAIN_S
         self._count_failure(slot, code)
-        if slot.closed and not self._ending:
+        # A worker that ended by an error of the configuration has said so itself.
+        if slot.closed and slot.failures > self._config.elastic.restarts and not self._ending:
             logger.warning(
                 "worker %d of this host is not started again: it %s, and had finished no new step "
                 "%d times in a row (elastic.restarts = %d)",

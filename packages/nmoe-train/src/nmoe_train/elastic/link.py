@@ -26,6 +26,7 @@ from nmoe_train.elastic.membership import Generation, Place
 
 CONTROL, NEWS, MEMBERS = "control", "news", "members"
 CALL_S = 10.0
+"""The least that a call may wait for the store's answer."""
 POLL_S = 0.002
 _connecting = threading.Lock()
 """Held while a connection is made, so that it is told from those of other threads."""

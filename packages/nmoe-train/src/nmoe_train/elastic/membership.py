@@ -11,7 +11,7 @@ gets the rank of the one who left it, and nobody else's experts move.
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nmoe_train.config import Config
@@ -96,8 +96,8 @@ class Generation:
 def largest_layout(config: Config, workers: int) -> Layout | None:
     """The layout that uses the most of so many workers, or None where none can hold the model.
 
-    tp and pp stay as configured, and `parallel.dp` is a bound. Data parallelism shrinks until the
-    batch divides; experts are spread as `parallel.ep` says where that divides, else over the
+    tp, etp and pp stay as configured, and `parallel.dp` is a bound. Data parallelism shrinks until
+    the batch divides; experts are spread as `parallel.ep` says where that divides, else over the
     nearest number of ranks that does: more ranks first, which hold less each, then fewer, down to
     `elastic.min_ep`.
     """
@@ -108,15 +108,15 @@ def largest_layout(config: Config, workers: int) -> Layout | None:
             check_shares(config, dp)
         except TrainError:
             continue
-        layout = Layout(dp=dp, tp=parallel.tp, pp=parallel.pp)
-        ep = _expert_ranks(config, layout.stage_ranks)
+        layout = Layout(dp=dp, tp=parallel.tp, pp=parallel.pp, etp=parallel.etp)
+        ep = _expert_ranks(config, layout.stage_ranks // parallel.etp)
         if ep is not None and layout.ranks >= config.elastic.min_ranks:
-            return Layout(dp=dp, tp=parallel.tp, pp=parallel.pp, ep=ep)
+            return replace(layout, ep=ep)
     return None
 
 
 def _expert_ranks(config: Config, ranks: int) -> int | None:
-    """Over how many of a stage's ranks its experts are spread."""
+    """Over how many of a stage's ranks, or of their groups that split experts, these are spread."""
     wanted, experts = config.parallel.ep, config.model.moe.experts
     if wanted == 1:
         return 1

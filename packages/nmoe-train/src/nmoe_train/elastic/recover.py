@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from nmoe_train.config import Config
 from nmoe_train.elastic.cut import Connections, abort_groups
 from nmoe_train.elastic.heartbeat import Heart, Left
-from nmoe_train.elastic.link import GenerationStore, Line, own_address
+from nmoe_train.elastic.link import CALL_S, GenerationStore, Line, own_address
 from nmoe_train.elastic.membership import Generation, Place, Worker
 from nmoe_train.elastic.probes import AnsweringPort, reached_by
 from nmoe_train.elastic.session import RESIZED, Session
@@ -62,7 +62,7 @@ class ElasticWorker:
     def __init__(self, config: Config, store: str, place: Place, device: torch.device) -> None:
         self._config, self._device = config, device
         host = socket.gethostname()
-        self._line = Line(store)
+        self._line = Line(store, max(CALL_S, config.elastic.deadline_s))
         self._rendezvous = GenerationStore(
             store, lambda: self._heart.ended(), 2 * config.elastic.deadline_s
         )

@@ -18,9 +18,8 @@ from nmoe_train.errors import TrainError
 
 Result = TypeVar("Result")
 
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
-"""Version 1 knew no tensors in parts, and is otherwise the same."""
+SCHEMA_VERSION = 3
+"""Version 3 keeps an expert's gate and up apart; those before it are not read."""
 COMPLETE = "COMPLETE"
 META = "meta.json"
 CORRUPT = "E-CHECKPOINT-CORRUPT"
@@ -72,7 +71,7 @@ def parse_meta(content: bytes, wanted: bytes, folder: Path | str) -> dict[str, A
             raise ValueError("it lists no files")
     except (ValueError, KeyError, TypeError) as error:
         raise corrupt(place, f"cannot be read ({error})") from None
-    if version not in READABLE_VERSIONS:
+    if version != SCHEMA_VERSION:
         raise TrainError(
             "E-CHECKPOINT-VERSION",
             f"{folder} has format {version}, and this nmoe-train reads {SCHEMA_VERSION}",
