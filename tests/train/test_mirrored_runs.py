@@ -211,3 +211,28 @@ def test_an_uploader_that_dies_is_told_and_started_again(
     alerts = [event["what"] for event in named(events(config.run.dir), "alert")]
     assert len(alerts) == 1 and "the uploader has ended (exit code -9)" in alerts[0]
     assert steps_there()[0] == 6
+
+
+def test_an_uploader_that_dies_in_the_last_wait_is_told(
+    tiny: Tiny,
+    run: Run,
+    events: Events,
+    bucket: Bucket,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proxy.rule = lambda method, path: HOLD if method == "POST" else PASS
+    finish = Uploads.finish
+
+    def killed(uploads: Uploads) -> None:
+        finish(uploads)
+        assert uploads._process is not None
+        assert proxy.held.wait(LONG_S)
+        uploads._process.kill()
+
+    monkeypatch.setattr(Uploads, "finish", killed)
+    config = tiny(**MIRROR)
+    assert run(config).status == "completed"
+    alerts = [event["what"] for event in named(events(config.run.dir), "alert")]
+    assert len(alerts) == 1 and "the uploader has ended (exit code -9)" in alerts[0]
+    assert steps_here(config) == [6, 4, 2] and steps_there() == []

@@ -63,20 +63,20 @@ class Uploads:
         """Lets the process end by itself, once what is complete is uploaded, or cannot be."""
         if not self.alive:
             self._start()
-        self._leaving = True
         self._send(FINISH)
 
     def end(self) -> None:
-        """Ends the process at once."""
-        self._leaving = True
+        """Ends the process at once; what it had said, or why it was gone, is then news."""
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
+        if process.poll() is None:
+            self._leaving = True
+            process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(LEAVE_S)
-        if self._reader is not None:
-            self._reader.join(LEAVE_S)
+            self._hear_out()
+        self._reader = None
 
     def tell(self, what: str) -> None:
         """Something that the user should know; from any thread."""
@@ -97,7 +97,14 @@ class Uploads:
         step, sent, size = self.progress
         return f"step {step}, {sent / 1e6:,.0f} of {size / 1e6:,.0f} MB"
 
+    def _hear_out(self) -> None:
+        """Waits until all that an ended process had said is heard, which its end bounds."""
+        if self._reader is not None:
+            self._reader.join()
+
     def _start(self) -> None:
+        self._hear_out()
+        self._leaving = False
         orders = self._orders
         try:
             self._process = subprocess.Popen(
@@ -138,4 +145,5 @@ class Uploads:
                 self._news.put(said)
         code = process.wait()
         if not self._leaving and code:
-            self.tell(f"the uploader has ended (exit code {code}); the next save starts it again")
+            again = "the next save or start of the run starts it again"
+            self.tell(f"the uploader has ended (exit code {code}); {again}")
