@@ -97,9 +97,11 @@ def connect(address: str, timeout_s: float = CALL_S) -> TCPStore:
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         with _connecting:
-            before = set(open_sockets())
+            before = set(open_sockets().items())
             store = TCPStore(host, int(port), is_master=False, timeout=timeout)
-            _bound_calls(set(open_sockets()) - before, int(port), timeout_s)
+            # With the kernel's names, as descriptors are used again.
+            new = set(open_sockets().items()) - before
+            _bound_calls((descriptor for descriptor, _ in new), int(port), timeout_s)
     except (RuntimeError, ValueError) as error:
         raise StoreGone(f"the store at {address} does not answer") from error
     return store
