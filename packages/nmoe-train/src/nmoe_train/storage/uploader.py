@@ -14,7 +14,6 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,8 @@ from nmoe_train.storage.target import Target, reason
 LOOK, FINISH = "look", "finish"
 TOLD_EVERY_S = 1.0
 LOCK_POLL_S = 0.2
+PATIENCE_S = 5.0
+"""How long another uploader may take to end."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 NICENESS = 10
@@ -157,21 +158,35 @@ def main() -> None:
     except TrainError as error:
         say("alert", what=f"nothing is mirrored: {error}")
         return
-    with _alone(root):
-        Uploader(root, mirror, order["keep"]).follow(words)
-
-
-@contextlib.contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Waits for the uploader of an attempt that has just died."""
     with contextlib.ExitStack() as held:
-        while True:
-            try:
-                held.enter_context(only_writer(root))
-                break
-            except DataError:
-                time.sleep(LOCK_POLL_S)
-        yield
+        if _alone(root, words, held):
+            Uploader(root, mirror, order["keep"]).follow(words)
+
+
+def _alone(root: Path, words: "queue.Queue[str]", held: contextlib.ExitStack) -> bool:
+    """Waits for the uploader of an attempt that has just died; whether this one may upload.
+
+    Where the other one lives on, as that of a trainer that hangs, that is told, and this one leaves
+    when it is told to finish.
+    """
+    patient_until_s = time.monotonic() + PATIENCE_S
+    other = f"another uploader, perhaps of a trainer that hangs, holds {root}"
+    told = finish = False
+    while True:
+        with contextlib.suppress(DataError):
+            held.enter_context(only_writer(root))
+            if finish:
+                words.put(FINISH)
+            return True
+        if time.monotonic() > patient_until_s:
+            if not told:
+                say("alert", what=f"{other}: nothing is mirrored until it ends")
+                told = True
+            if finish:
+                say("alert", what=f"the newest checkpoint is not in the mirror: {other}")
+                return False
+        with contextlib.suppress(queue.Empty):
+            finish = words.get(timeout=LOCK_POLL_S) == FINISH or finish
 
 
 if __name__ == "__main__":
