@@ -13,7 +13,7 @@ import pytest
 from s3_bucket import Bucket
 
 PASS, FAIL, CUT, HOLD, SPOIL = "pass", "fail", "cut", "hold", "spoil"
-HELD_S = 120.0
+HELD_S = 600.0
 # Of one connection to the next server, and not of the next server's answer.
 OWN_HEADERS = {"connection", "transfer-encoding", "keep-alive", "content-length", "expect"}
 

@@ -1,5 +1,6 @@
 """The mirror holds a checkpoint whole or not at all, whatever network and storage do."""
 
+import contextlib
 import os
 import queue
 import sys
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from faulty_proxy import CUT, FAIL, HOLD, PASS, SPOIL, FaultyProxy, proxy
+from nmoe_data.files import only_writer
 from nmoe_train.checkpoint import complete_checkpoints, write_checkpoint
 from nmoe_train.errors import TrainError
-from nmoe_train.storage.folders import COMPLETE
+from nmoe_train.storage.folders import COMPLETE, verify
 from nmoe_train.storage.mirror import Mirror, fetch_newest
 from nmoe_train.storage.target import Limiter, Target
 from nmoe_train.storage.uploader import FINISH, LOOK, Uploader
@@ -26,7 +28,7 @@ __all__ = ["bucket", "proxy"]
 
 META: dict[str, Any] = {"tokens": 128, "updates": 2, "fields": {}}
 URL = f"s3://{NAME}/runs/my/checkpoints"
-PATIENCE_S = 60.0
+PATIENCE_S = 360.0
 SHORT_S = 1.0
 LONG_S = 120.0
 BODY = "rank-00000.safetensors"
@@ -45,6 +47,10 @@ def mirror(url: str = URL, patience_s: float = PATIENCE_S) -> Mirror:
 
 def ignore(sent: int) -> None:
     """Progress that nobody looks at."""
+
+
+def allow() -> None:
+    """A guard that lets everything pass."""
 
 
 def assert_same(folder: Path, bucket: Bucket) -> None:
@@ -96,7 +102,7 @@ def test_a_checkpoint_goes_there_and_back_byte_for_byte(
     there.upload(folder, sent.append)
     assert sum(sent) == (folder / BODY).stat().st_size
     assert there.complete() == ["step-00000004"] and there.holds(folder)
-    assert fetch_newest(there, tmp_path / "back", print) == (folder.name, [])
+    assert fetch_newest(there, tmp_path / "back", print, allow) == (folder.name, [])
     back = tmp_path / "back" / folder.name
     assert {p.name: p.read_bytes() for p in back.iterdir()} == {
         p.name: p.read_bytes() for p in folder.iterdir()
@@ -106,7 +112,7 @@ def test_a_checkpoint_goes_there_and_back_byte_for_byte(
 
 @pytest.mark.parametrize(
     ("fate", "patience_s"),
-    [(FAIL, PATIENCE_S), (CUT, PATIENCE_S), (SPOIL, PATIENCE_S), (HOLD, 18.0)],
+    [(FAIL, PATIENCE_S), (CUT, PATIENCE_S), (SPOIL, PATIENCE_S), (HOLD, LONG_S)],
 )
 def test_a_fault_that_passes_is_overcome_and_complete_comes_last(
     tmp_path: Path, bucket: Bucket, proxy: FaultyProxy, fate: str, patience_s: float
@@ -196,7 +202,7 @@ def test_fetching_passes_over_what_is_damaged_there(tmp_path: Path, bucket: Buck
     for step in (2, 4):
         there.upload(save(tmp_path / "here", step), ignore)
     bucket.put(f"runs/my/checkpoints/step-00000004/{BODY}", b"x" * 100)
-    name, problems = fetch_newest(there, tmp_path / "back", print)
+    name, problems = fetch_newest(there, tmp_path / "back", print, allow)
     assert name == "step-00000002"
     assert len(problems) == 1 and "step-00000004" in problems[0]
     assert [p.name for p in complete_checkpoints(tmp_path / "back")] == ["step-00000002"]
@@ -204,7 +210,7 @@ def test_fetching_passes_over_what_is_damaged_there(tmp_path: Path, bucket: Buck
     assert len(there.damages("step-00000004")) == 1
     bucket.delete(f"runs/my/checkpoints/step-00000002/{BODY}")
     with pytest.raises(TrainError, match=r"E-CHECKPOINT-CORRUPT.*none of the 2"):
-        fetch_newest(there, tmp_path / "other", print)
+        fetch_newest(there, tmp_path / "other", print, allow)
 
 
 def test_a_fetch_overcomes_faults_and_an_absent_storage_is_no_empty_one(
@@ -213,18 +219,76 @@ def test_a_fetch_overcomes_faults_and_an_absent_storage_is_no_empty_one(
     folder = save(tmp_path / "here", 4)
     mirror().upload(folder, ignore)
     proxy.rule = faulty_first(3, FAIL, lambda method, path: method == "GET" and BODY in path)
-    assert fetch_newest(mirror(), tmp_path / "back", print) == (folder.name, [])
+    assert fetch_newest(mirror(), tmp_path / "back", print, allow) == (folder.name, [])
     proxy.rule = lambda method, path: FAIL
     with pytest.raises(TrainError, match="E-MIRROR"):
-        fetch_newest(mirror(patience_s=SHORT_S), tmp_path / "other", print)
+        fetch_newest(mirror(patience_s=SHORT_S), tmp_path / "other", print, allow)
     bucket.admit_anybody_for("0")
     proxy.rule = lambda method, path: PASS
     try:
         with pytest.raises(TrainError, match="access denied"):
-            fetch_newest(mirror(), tmp_path / "other", print)
+            fetch_newest(mirror(), tmp_path / "other", print, allow)
     finally:
         bucket.admit_anybody_for("inf")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_fetch_ends_where_the_run_has_gone_on_without_it(tmp_path: Path, bucket: Bucket) -> None:
+    folder = save(tmp_path / "here", 4)
+    mirror().upload(folder, ignore)
+    root = tmp_path / "back"
+    files = len(list(folder.iterdir()))
+
+    def end_before(number: int) -> int:
+        asked = 0
+
+        def guard() -> None:
+            nonlocal asked
+            asked += 1
+            if asked == number:
+                raise TrainError("E-PEER", "counted out", "")
+
+        with contextlib.suppress(TrainError):
+            fetch_newest(mirror(), root, print, guard)
+        return asked
+
+    for number in range(1, files + 2):
+        assert end_before(number) == number
+        assert len(list(root.rglob("*"))) == number - 1, "a folder, and a file at a time"
+        assert complete_checkpoints(root) == []
+    assert end_before(files + 2) == files + 1
+    assert [path.name for path in complete_checkpoints(root)] == [folder.name]
+
+
+def test_a_fetch_writes_into_no_file_of_another(tmp_path: Path, bucket: Bucket) -> None:
+    folder = save(tmp_path / "here", 4)
+    mirror().upload(folder, ignore)
+    root, asked = tmp_path / "back", []
+
+    def others_go_on() -> None:
+        asked.append(True)
+        if len(asked) == 2:
+            # This process stood still, before its first file, while another fetched.
+            mirror().fetch(folder.name, root, allow)
+
+    with pytest.raises(FileExistsError):
+        fetch_newest(mirror(), root, print, others_go_on)
+    assert [path.name for path in complete_checkpoints(root)] == [folder.name]
+    verify(root / folder.name)
+
+
+def test_what_is_fetched_is_verified_as_it_stands_here(tmp_path: Path, bucket: Bucket) -> None:
+    for step in (2, 4):
+        mirror().upload(save(tmp_path / "here", step), ignore)
+    body, asked = tmp_path / "back" / "step-00000004" / BODY, []
+
+    def spoil() -> None:
+        asked.append(True)
+        if len(asked) == 3:
+            body.write_bytes(b"x")
+
+    name, problems = fetch_newest(mirror(), tmp_path / "back", print, spoil)
+    assert name == "step-00000002" and len(problems) == 1 and str(body) in problems[0]
 
 
 @pytest.mark.parametrize("keep", [None, 1, 2])
@@ -399,6 +463,39 @@ def test_an_upload_that_was_killed_is_completed_by_the_next_one(
     uploads.end()
     assert uploads.newest == 4
     assert_same(folder, bucket)
+
+
+def test_an_uploader_that_is_not_alone_says_so_and_goes_on_once_it_is(
+    tmp_path: Path, bucket: Bucket, uploads: Uploads
+) -> None:
+    folder = save(tmp_path / "here", 4)
+    with only_writer(tmp_path / "here"):
+        uploads.look()
+        told: list[dict[str, Any]] = []
+        wait_until(lambda: bool(told.extend(uploads.news()) or told))
+        assert [item["kind"] for item in told] == ["alert"]
+        assert "another uploader" in told[0]["what"]
+        assert uploads.alive and bucket.contents("runs/") == {}
+    uploads.finish()
+    wait_until(lambda: not uploads.alive)
+    uploads.end()
+    assert uploads.newest == 4
+    assert [item["kind"] for item in uploads.news()] == ["mirrored"]
+    assert_same(folder, bucket)
+
+
+def test_an_uploader_that_is_never_alone_leaves_and_says_what_is_not_there(
+    tmp_path: Path, bucket: Bucket, uploads: Uploads
+) -> None:
+    save(tmp_path / "here", 4)
+    with only_writer(tmp_path / "here"):
+        uploads.look()
+        uploads.finish()
+        wait_until(lambda: not uploads.alive)
+        uploads.end()
+    told = [item["what"] for item in uploads.news()]
+    assert len(told) == 2 and "the newest checkpoint is not in the mirror" in told[1]
+    assert bucket.contents("runs/") == {}
 
 
 def test_the_uploader_ends_with_the_process_that_started_it(

@@ -11,20 +11,24 @@ from typing import Any
 import pytest
 import torch
 from faulty_proxy import HOLD, PASS, FaultyProxy, proxy
-from nmoe_train.checkpoint import complete_checkpoints
+from nmoe_train.checkpoint import complete_checkpoints, write_checkpoint
 from nmoe_train.config import Config
 from nmoe_train.errors import TrainError
+from nmoe_train.interrupt import Interrupt
 from nmoe_train.loop import Outcome
+from nmoe_train.parallel.groups import ALONE
+from nmoe_train.saves import LEFT_EARLY, Saves
 from nmoe_train.storage.mirror import Mirror
 from nmoe_train.storage.target import Target
 from nmoe_train.storage.uploads import Uploads
+from nmoe_train.telemetry import RunFolder, next_record
 from s3_bucket import NAME, Bucket, bucket
 from torch import Tensor
 
 __all__ = ["bucket", "proxy"]
 
 URL = f"s3://{NAME}/runs"
-MIRROR = {"checkpoint.mirror": URL, "checkpoint.mirror_patience_s": 60, "checkpoint.keep": 1}
+MIRROR = {"checkpoint.mirror": URL, "checkpoint.mirror_patience_s": 360, "checkpoint.keep": 1}
 LONG_S = 120.0
 Tiny = Callable[..., Config]
 Run = Callable[..., Outcome]
@@ -37,7 +41,7 @@ def steps_here(config: Config) -> list[int]:
 
 
 def steps_there() -> list[int]:
-    mirror = Mirror(Target(f"{URL}/run/checkpoints", 60.0))
+    mirror = Mirror(Target(f"{URL}/run/checkpoints", 3 * LONG_S))
     return [int(name[5:]) for name in mirror.complete()]
 
 
@@ -86,7 +90,7 @@ def test_a_damaged_file_in_the_mirror_costs_a_few_steps_and_is_noted(
     assert (found[0]["event"], found[0]["step"]) == ("start", 3)
     faults = named(found, "fault")
     assert len(faults) == 1 and "step-00000006" in faults[0]["what"]
-    there = Mirror(Target(f"{URL}/run/checkpoints", 60.0))
+    there = Mirror(Target(f"{URL}/run/checkpoints", 3 * LONG_S))
     assert there.damages("step-00000006") == [], "made again, and mirrored again"
 
 
@@ -136,7 +140,7 @@ def test_a_storage_that_is_silent_holds_up_no_step_and_a_signal_leaves_it(
     proxy: FaultyProxy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = tiny(**MIRROR | {"checkpoint.mirror_patience_s": 3 * LONG_S})
+    config = tiny(**MIRROR)
     proxy.rule = lambda method, path: HOLD if method == "POST" else PASS
     waiting, finish = threading.Event(), Uploads.finish
 
@@ -156,15 +160,56 @@ def test_a_storage_that_is_silent_holds_up_no_step_and_a_signal_leaves_it(
         run(config)
     found = events(config.run.dir)
     assert [event["step"] for event in named(found, "checkpoint")] == [2, 4, 6]
-    assert [event["what"] for event in named(found, "alert")] == [
-        "left before the mirror had the newest checkpoint"
-    ]
+    assert [event["what"] for event in named(found, "alert")] == [LEFT_EARLY]
     assert (found[-1]["event"], found[-1]["status"]) == ("end", "completed")
     assert steps_here(config) == [6, 4, 2]
     proxy.rule = lambda method, path: PASS
     proxy.release()
     assert run(config).status == "completed"
     assert steps_there() == [6]
+
+
+def test_a_signal_that_comes_as_the_last_wait_begins_is_told_too(
+    tiny: Tiny, run: Run, events: Events, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Uploads, "finish", lambda uploads: os.kill(os.getpid(), signal.SIGINT))
+    used: list[Uploads] = []
+    look = Uploads.look
+
+    def noted(uploads: Uploads) -> None:
+        used.append(uploads)
+        look(uploads)
+
+    monkeypatch.setattr(Uploads, "look", noted)
+    config = tiny(**{"checkpoint.mirror": f"file://{tmp_path}/far", "train.steps": 1})
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    alerts = [event["what"] for event in named(events(config.run.dir), "alert")]
+    assert alerts == [LEFT_EARLY]
+    assert used and not any(uploads.alive for uploads in used)
+
+
+def test_a_signal_that_is_only_noted_ends_the_last_wait(
+    tiny: Tiny, events: Events, bucket: Bucket, proxy: FaultyProxy
+) -> None:
+    config = tiny(**MIRROR)
+    folder = RunFolder(config.run.dir, next_record(config.run.dir))
+    tensors = {"model.a": torch.ones(3)}
+    meta: dict[str, Any] = {"tokens": 128, "updates": 2, "fields": {}}
+    write_checkpoint(folder.checkpoints, 6, tensors, meta, keep=1)
+    saves = Saves(config, ALONE, folder, torch.device("cpu"), {}, lambda text: None, may_fail=True)
+    proxy.rule = lambda method, path: HOLD
+
+    def stop() -> None:
+        assert proxy.held.wait(LONG_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=stop, daemon=True).start()
+    # As in an elastic run, whose workers note signals as long as they live.
+    with Interrupt() as interrupt, interrupt.noted(lambda text: None):
+        saves.finish_mirror(6, interrupt)
+    alerts = [event["what"] for event in named(events(config.run.dir), "alert")]
+    assert alerts == [LEFT_EARLY]
 
 
 def test_one_limit_holds_for_saves_and_for_the_mirror(

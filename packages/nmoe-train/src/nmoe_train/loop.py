@@ -224,7 +224,7 @@ class _Training:
             steps = self.config.train.steps
             self.observer.message(f"the run is complete: step {self.step} of {steps} asked for")
             self.results = self.folder.record["results"]
-            self.saves.finish_mirror(self.step)
+            self.saves.finish_mirror(self.step, self.interrupt)
             return self._outcome("completed")
         if self.session is not None and self.session.generation.faults:
             step = self.session.generation.step_before
@@ -258,7 +258,7 @@ class _Training:
             self.folder.event("end", step=self.step, status=status)
             return self._outcome(status)
         try:
-            self.saves.finish_mirror(self.step)
+            self.saves.finish_mirror(self.step, self.interrupt)
         finally:
             self.folder.end(status, **self.results)
         return self._outcome(status)

@@ -25,6 +25,7 @@ from nmoe_train.checkpoint import (
 )
 from nmoe_train.config import Config
 from nmoe_train.config.fingerprint import fingerprint
+from nmoe_train.interrupt import Interrupt
 from nmoe_train.model import Transformer
 from nmoe_train.parallel.groups import Groups, RankFailed
 from nmoe_train.storage.folders import step_of
@@ -35,6 +36,7 @@ from nmoe_train.telemetry import RunFolder
 
 POLL_S = 0.05
 PROGRESS_EVERY_S = 5.0
+LEFT_EARLY = "left before the mirror had the newest checkpoint"
 
 
 class Saves:
@@ -94,7 +96,7 @@ class Saves:
         settings = self._config.checkpoint
         url = mirror_url(settings.mirror or "", self._folder.path)
         mirror = Mirror(Target(url, settings.mirror_patience_s))
-        return fetch_newest(mirror, self._folder.checkpoints, self._tell)
+        return fetch_newest(mirror, self._folder.checkpoints, self._tell, self._groups.guard)
 
     def start_mirror(self) -> None:
         """Lets what is complete here be mirrored, if it is not yet."""
@@ -160,25 +162,29 @@ class Saves:
         """Ends a run that has waited for its saves."""
         self._saver.leave(wait=True)
 
-    def finish_mirror(self, step: int) -> None:
+    def finish_mirror(self, step: int, interrupt: Interrupt) -> None:
         """Waits, after the last save, until the mirror has it, or an alert says why not.
 
-        A signal ends that at once, and the next start goes on. All ranks call it.
+        A signal ends that at once, and the next start goes on. All ranks call it. Where
+        `interrupt` only notes a first signal, as in an elastic run, rank 0's ends the wait.
         """
         if self._config.checkpoint.mirror is None:
             return
-        uploads, told_s = self._uploads, time.monotonic()
-        if uploads is not None:
-            uploads.finish()
+        uploads, told_s, noted = self._uploads, time.monotonic(), interrupt.signal
         try:
+            if uploads is not None:
+                uploads.finish()
             while not self._groups.all_say(uploads is None or not uploads.alive):
                 self._note_mirror(step)
+                if uploads is not None and interrupt.signal != noted:
+                    self._alert(step, LEFT_EARLY)
+                    uploads.end()
                 if uploads is not None and time.monotonic() - told_s > PROGRESS_EVERY_S:
                     told_s = time.monotonic()
                     self._tell(f"waiting for the mirror: {uploads.progress_text()}")
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
-            self._alert(step, "left before the mirror had the newest checkpoint")
+            self._alert(step, LEFT_EARLY)
             raise
         finally:
             self.end_mirror(step)

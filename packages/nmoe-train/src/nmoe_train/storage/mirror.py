@@ -25,6 +25,7 @@ from nmoe_train.storage.folders import (
     parse_meta,
     read_meta,
     step_of,
+    verify,
 )
 from nmoe_train.storage.target import Target, reason
 
@@ -101,44 +102,56 @@ class Mirror:
             raise corrupt(f"{place}/{META}", "cannot be read (it is not there)")
         return parse_meta(content, wanted, place)
 
-    def fetch(self, name: str, root: Path) -> None:
+    def fetch(self, name: str, root: Path, guard: Callable[[], None]) -> None:
         """Copies a complete folder to `root`, verified, where it is complete last of all.
 
+        `guard` is called before each file, and raises where this process may no longer write: one
+        that was stopped for a while must not write into what another has fetched meanwhile.
         Raises TrainError `E-CHECKPOINT-CORRUPT` where it is damaged, OSError of the disk, and what
-        the storage raises.
+        the storage and `guard` raise.
         """
         files, folder = self.meta(name)["files"], root / name
+        guard()
         if folder.exists():
             # Unfinished, or damaged; else nobody would fetch.
             (folder / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        _all(lambda file: self._fetch_file(f"{name}/{file}", folder / file, files[file]), files)
+
+        def one(file: str) -> None:
+            guard()
+            self._fetch_file(f"{name}/{file}", folder / file, files[file])
+
+        _all(one, files)
         for file in (META, COMPLETE):
             content = self.target.read(f"{name}/{file}")
             if content is None:
                 raise corrupt(f"{self.url}/{name}/{file}", "cannot be read (it is not there)")
             if file == COMPLETE:
                 parse_meta((folder / META).read_bytes(), content, f"{self.url}/{name}")
+            guard()
             atomic_write(folder / file, content)
         sync_path(root)
+        verify(folder)
 
     def _fetch_file(self, name: str, file: Path, entry: dict[str, Any]) -> None:
-        digest = hashlib.sha256()
-        with file.open("wb") as out:
-            for part in self._parts(name):
-                digest.update(part)
+        with file.open("xb") as out:
+            for part in self._checked(name, entry):
                 out.write(part)
             out.flush()
             os.fsync(out.fileno())
-        if digest.hexdigest() != entry["sha256"]:
-            raise corrupt(f"{self.url}/{name}", "does not have the checksum in meta.json")
 
-    def _parts(self, name: str) -> Iterator[bytes]:
+    def _checked(self, name: str, entry: dict[str, Any]) -> Iterator[bytes]:
+        """A file's content, piece after piece; raises at its end where it is not what it was."""
+        digest, place = hashlib.sha256(), f"{self.url}/{name}"
         try:
-            yield from self.target.parts(name)
+            for part in self.target.parts(name):
+                digest.update(part)
+                yield part
         except FileNotFoundError:
-            raise corrupt(f"{self.url}/{name}", "cannot be read (it is not there)") from None
+            raise corrupt(place, "cannot be read (it is not there)") from None
+        if digest.hexdigest() != entry["sha256"]:
+            raise corrupt(place, "does not have the checksum in meta.json")
 
     def damages(self, name: str) -> list[str]:
         """What is wrong with each file of a complete folder; all are read. Raises
@@ -152,22 +165,18 @@ class Mirror:
         found = []
         for file, entry in files.items():
             try:
-                digest = hashlib.sha256()
-                for part in self._parts(f"{name}/{file}"):
-                    digest.update(part)
-                if digest.hexdigest() != entry["sha256"]:
-                    place = f"{self.url}/{name}/{file}"
-                    raise corrupt(place, "does not have the checksum in meta.json")
+                for _ in self._checked(f"{name}/{file}", entry):
+                    pass
             except TrainError as error:
                 found.append(str(error))
         return found
 
 
 def fetch_newest(
-    mirror: Mirror, root: Path, tell: Callable[[str], None]
+    mirror: Mirror, root: Path, tell: Callable[[str], None], guard: Callable[[], None]
 ) -> tuple[str | None, list[str]]:
     """Copies the newest sound checkpoint of a mirror to `root`; its name, if there is one, and what
-    is wrong with newer ones.
+    is wrong with newer ones. `guard` is that of `Mirror.fetch`.
 
     Raises TrainError `E-CHECKPOINT-CORRUPT` where none is sound, `E-MIRROR` where the storage does
     not answer (whether there is something to go on from is then unknown), OSError of the disk.
@@ -178,7 +187,7 @@ def fetch_newest(
         for name in names:
             tell(f"fetching {name} from {mirror.url}")
             try:
-                mirror.fetch(name, root)
+                mirror.fetch(name, root, guard)
             except TrainError as error:
                 if error.code != CORRUPT:
                     raise
