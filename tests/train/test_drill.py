@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from nmoe_train.drill.command import drill_command
-from nmoe_train.drill.orders import order
-from nmoe_train.drill.sabotage import Orders
+from nmoe_train.drill.inject import Injected
+from nmoe_train.drill.orders import Orders, order
+from nmoe_train.drill.plan import PlannedFault
+from nmoe_train.drill.report import _row as fault_row
 from nmoe_train.errors import TrainError
 
 ORDERS, THREADS = 100, 4
@@ -29,6 +31,21 @@ def test_a_drill_that_fails_says_so_in_its_report(tmp_path: Path) -> None:
 def test_an_unknown_kind_of_fault_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="there is no fault 'flood'"):
         drill_command(2, 1, "kill,flood", 0, None, tmp_path / "runs", [])
+
+
+def test_a_fault_that_a_later_one_overtakes_is_survived_and_one_without_a_trace_is_not() -> None:
+    recovery = {"time_unix_s": 12.0, "event": "recovery", "steps_lost": 1}
+
+    def full_disk(unix_s: float) -> Injected:
+        return Injected(PlannedFault("full-disk", 3, 0.0, (1,)), (1,), (1,), unix_s, 3)
+
+    before, after = fault_row(full_disk(10.0), [recovery]), fault_row(full_disk(13.0), [recovery])
+    assert before.overtaken and before.recovered and before.detected_s is None
+    assert not after.overtaken and not after.recovered
+    alert = {"time_unix_s": 11.0, "event": "alert", "what": "not saved, training goes on: full"}
+    assert not fault_row(full_disk(10.0), [alert, recovery]).recovered, "no checkpoint came after"
+    killed = Injected(PlannedFault("kill", 3, 0.0, (1,)), (1,), (1,), 10.0, 3)
+    assert not fault_row(killed, [recovery]).recovered, "nobody told of the worker"
 
 
 def test_an_order_is_taken_once_though_several_threads_look_for_it(tmp_path: Path) -> None:

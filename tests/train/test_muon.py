@@ -151,7 +151,7 @@ def step_all(model: Transformer, optimizer: Any, part: Callable[[str, Tensor], T
 
 def difference(got: Tensor, want: Tensor) -> float:
     apart, size = (got.detach().double() - want.double()).norm(), want.double().norm()
-    return float(apart / size.clamp_min(1e-12))
+    return float((apart / size.clamp_min(1e-12)).detach())
 
 
 @pytest.mark.parametrize("kind", MODELS)

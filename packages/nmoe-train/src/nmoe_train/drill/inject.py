@@ -49,6 +49,7 @@ class Injector:
         self._tell = tell
         self._left = list(plan.faults)
         self._due_s: float | None = None
+        self._not_before = 0
         self._continue: list[tuple[float, int]] = []
         self._dying: set[int] = set()
         self.done: list[Injected] = []
@@ -59,7 +60,7 @@ class Injector:
         for due_s, pid in [item for item in self._continue if item[0] <= now_s]:
             self._continue.remove((due_s, pid))
             _signal(pid, signal.SIGCONT)
-        if not self._left or self._coordinator.step < self._left[0].step:
+        if not self._left or self._coordinator.step < max(self._left[0].step, self._not_before):
             return
         if self._due_s is None:
             self._due_s = now_s + self._left[0].delay_s
@@ -101,6 +102,8 @@ class Injector:
             self._continue.append((until_s, pids[slots[0]]))
         elif fault.kind == "slow-peer":
             order(self._orders, slots[0], number, kind="slow-peer", steps=SLOW_STEPS)
+            # A generation that ended now would forget who was slow before it is named.
+            self._not_before = injected.step + SLOW_STEPS + 2
         elif fault.kind in ("slow-disk", "full-disk"):
             order(self._orders, slots[0], number, kind=fault.kind, seconds=SLOW_DISK_S)
         else:

@@ -15,8 +15,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 FIRST_STEP = 4
 GAP_STEPS = (3, 9)
 DELAY_S = 0.6
-TAIL_STEPS = 14
-"""Steps after the last fault: time to recover, and to see that training goes on."""
+TAIL_STEPS = 20
+"""Steps after the last fault: time to do it, to recover, and to see that training goes on."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from nmoe_train.drill.inject import SLOW_DISK_S, Injected
 TOLERANCE = 1e-5
 """Largest relative difference of the losses: rule 2 of the architecture, in fp32."""
 LOSS = "loss/train"
+HARMLESS = ("slow-peer", "slow-disk", "full-disk")
+"""Faults that end no generation."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,14 @@ class Row:
     layout_before: str
     layout_after: str
     state_from: str
+    overtaken: bool = False
+    """Never noticed, as a later fault ended the generation first: a slow peer that is not slow for
+    long enough to be named, a save that comes to nothing before it fails or is late."""
 
     @property
     def recovered(self) -> bool:
         """Whether training went on by itself."""
-        return self.recovered_s is not None
+        return self.recovered_s is not None or self.overtaken
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,9 @@ def _row(fault: Injected, events: Sequence[Mapping[str, Any]]) -> Row:
         layout_before=_layout(recovered, "layout_before"),
         layout_after=_layout(recovered, "layout"),
         state_from="" if recovered is None else str(recovered.get("from", "")),
+        overtaken=noticed is None
+        and fault.fault.kind in HARMLESS
+        and _first(after, "recovery", lambda e: True) is not None,
     )
 
 

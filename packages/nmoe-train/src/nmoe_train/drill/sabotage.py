@@ -25,7 +25,9 @@ from nmoe_train.elastic.membership import Place
 from nmoe_train.elastic_run import work
 
 POLL_S = 0.03
-SLOW_PEER_S = 0.7
+SLOW_PEER_S = 1.2
+STEP_S = 0.05
+"""A step takes no less, so that a fault's delay is a few steps on the quickest machine too."""
 
 
 def sabotaged_work(config: Config, store: str, place: Place) -> None:
@@ -83,6 +85,7 @@ class _Sabotage(threading.Thread):
 
     def _batch(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def batch(*arguments: Any) -> Any:
+            time.sleep(STEP_S)
             if self._slow_steps > 0:
                 self._slow_steps -= 1
                 time.sleep(SLOW_PEER_S)
