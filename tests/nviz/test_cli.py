@@ -195,6 +195,8 @@ def test_the_version_is_one_line(nviz: Nviz) -> None:
 
 
 def test_ctrl_c_during_a_query_is_one_line_and_130(runs: Path, nviz: Nviz) -> None:
+    # Whoever started the tests may have had it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     late = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     late.start()
     ended = nviz("query", str(runs), "SELECT count(*) FROM range(1000000000000) WHERE random() > 2")
