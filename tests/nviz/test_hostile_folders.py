@@ -18,7 +18,9 @@ from nviz.store import lines, sql_worker
 from nviz.store.checkpoints import list_checkpoints
 from nviz.store.events import EventLog
 from nviz.store.experts import ExpertLoads
+from nviz.store.hydra import HydraIndex
 from nviz.store.lines import GrowingLines
+from nviz.store.manifests import find_datasets
 from nviz.store.parse import parse_json, time_s
 from nviz.store.plain import is_plain, open_plain, read_plain
 from nviz.store.runs import RunIndex
@@ -147,6 +149,16 @@ def test_links_lead_to_nothing_outside(root: Path, tmp_path: Path) -> None:
     assert list_checkpoints(run.path) == []
     assert hydra.dropped_examples(run.path) == []
     assert len(hydra.dropped_examples(outside.path)) == 1
+
+
+def test_links_that_lead_to_themselves_hide_no_run(root: Path) -> None:
+    good(root)
+    (root / "loop").symlink_to(root / "loop")
+    (root / "group").mkdir()
+    (root / "group" / "up").symlink_to(root)
+    assert "good" in RunIndex(root).refresh()
+    assert HydraIndex(root).refresh() == {}
+    assert find_datasets(root, []) == {}
 
 
 def test_a_line_that_is_too_long_is_passed_over_once(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from nviz.errors import VizError
-from nviz.store import runs
+from nviz.store import json_files
 from nviz.store.files import list_metrics_files
 from nviz.store.runs import Run, RunIndex, parse_run
 from run_folder import RunFolder, record
@@ -133,9 +133,9 @@ def test_a_changed_run_json_is_read_again_and_an_unchanged_one_is_not(
     run, index = RunFolder(root, "a"), RunIndex(root)
     RunFolder(root, "b")
     reads: list[Path] = []
-    whole = runs.read_plain
+    whole = json_files.read_plain
     monkeypatch.setattr(
-        runs, "read_plain", lambda path, most: (reads.append(path), whole(path, most))[1]
+        json_files, "read_plain", lambda path, most: (reads.append(path), whole(path, most))[1]
     )
     assert index.refresh()["a"].step == 0
     assert len(reads) == 2

@@ -2,13 +2,12 @@
 
 import tomllib
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from nviz.errors import VizError
 from nviz.store import Run
-from nviz.store.parse import number
+from nviz.store.parse import finite
 
 # Kind -> the name of its limit in TOML; None for a kind without one.
 LIMITS: dict[str, str | None] = {
@@ -70,8 +69,8 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
 
 
 def _is_limit(value: object) -> bool:
-    found = None if isinstance(value, str) else number(value)
-    return found is not None and isfinite(found) and found > 0
+    found = finite(value)
+    return found is not None and found > 0
 
 
 def _rule(entry: Any, where: str) -> Rule:

@@ -14,6 +14,7 @@ from nviz.hydra_figures import acceptance_figure, agreement_figure, quality_figu
 from nviz.queries import hydra
 from nviz.queries.hydra import Acceptance, Agreement, Example, Triple
 from nviz.store import HydraFolder
+from nviz.store.parse import finite, mapping
 
 TITLES = {
     "labels": "Labels",
@@ -85,15 +86,14 @@ def labels(item: HydraFolder, view: View) -> None:
         return
     scored = sum(count for _, status, _, count in states if status == "scored")
     total = sum(count for *_, count in states)
-    usage = item.content.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
-    tokens = hydra.known(usage.get("prompt_tokens")), hydra.known(usage.get("completion_tokens"))
+    usage = mapping(item.content.get("usage"))
+    tokens = finite(usage.get("prompt_tokens")), finite(usage.get("completion_tokens"))
     tiles(
         {
             "Labels": formats.count(total),
             "Scored": formats.count(scored),
             "Tokens": formats.short(None if None in tokens else sum(filter(None, tokens))),
-            "Cost": formats.value(hydra.known(usage.get("cost"))),
+            "Cost": formats.value(finite(usage.get("cost"))),
             "State": str(item.content.get("state", "–")),
         }
     )
@@ -176,16 +176,13 @@ def with_interval(numbers: Triple) -> str:
 
 def heads(item: HydraFolder, view: View) -> None:
     """Encoder, sizes and thresholds."""
-    encoder = item.content.get("encoder")
-    documents = item.content.get("documents")
-    documents = documents if isinstance(documents, dict) else {}
-    judge = item.content.get("judge")
+    documents = mapping(item.content.get("documents"))
     tiles(
         {
-            "Encoder": str(encoder.get("spec", "–")) if isinstance(encoder, dict) else "–",
-            "Judge head": str(judge.get("kind", "–")) if isinstance(judge, dict) else "none",
+            "Encoder": str(mapping(item.content.get("encoder")).get("spec", "–")),
+            "Judge head": str(mapping(item.content.get("judge")).get("kind", "none")),
             **{
-                f"{split.capitalize()} documents": formats.count(hydra.number(count))
+                f"{split.capitalize()} documents": formats.count(finite(count))
                 for split, count in documents.items()
             },
         }
@@ -195,26 +192,30 @@ def heads(item: HydraFolder, view: View) -> None:
 
 def filtered(item: HydraFolder, view: View) -> None:
     """What was kept, who decided, and what was dropped."""
-    counts = item.content.get("counts")
-    counts = counts if isinstance(counts, dict) else {}
-    documents, kept = hydra.number(counts.get("documents")), hydra.number(counts.get("kept"))
+    counts = mapping(item.content.get("counts"))
+    documents, kept = finite(counts.get("documents")), finite(counts.get("kept"))
     tiles(
         {
             "Documents": formats.count(documents),
             "Kept": formats.count(kept),
-            "Share kept": formats.value(100 * kept / documents, 3) + " %" if documents else "–",
+            "Share kept": formats.value(100 * kept / documents, 3) + " %"
+            if kept is not None and documents
+            else "–",
             "State": "unfinished" if "state" in item.content else "finished",
         }
     )
-    decided = counts.get("decided")
+    decided = mapping(counts.get("decided"))
     left, right = st.columns([3, 2], gap="medium")
     with left:
         shell.section("Quality", "Documents by quality and decision; the lines are thresholds.")
         quality(item, view)
     with right:
         shell.section("Decided by", "The probe, the judge head, the judge itself, or the band.")
-        rows = sorted(decided.items()) if isinstance(decided, dict) else []
-        st.dataframe(formats.table(["by", "documents"], rows), hide_index=True, key="decided")
+        st.dataframe(
+            formats.table(["by", "documents"], sorted(decided.items())),
+            hide_index=True,
+            key="decided",
+        )
     dropped = hydra.dropped_examples(item.folder)
     predicted(item, dropped, view)
     examples(dropped, "A random sample of what was dropped.")
@@ -227,9 +228,7 @@ def quality(item: HydraFolder, view: View) -> None:
     except duckdb.Error:
         st.info("No part is whole yet. The first one appears here by itself.")
         return
-    used = item.content.get("heads")
-    calibration = used.get("calibration") if isinstance(used, dict) else None
-    marks = hydra.acceptance(calibration)
+    marks = hydra.acceptance(mapping(item.content.get("heads")).get("calibration"))
     marks = dragged(marks) if marks else None
     shell.chart(
         quality_figure(found, marks.thresholds if marks else {}, view),

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nviz.store import Event, Rows, Run
-from nviz.store.parse import number, step_number
+from nviz.store.parse import finite, step_number
 
 Array = NDArray[np.float64]
 
@@ -198,9 +198,7 @@ def losses(events: Sequence[Event], attempts: list[History]) -> Losses:
         restarts=sum(item.lost or 0 for item in attempts),
         recoveries=sum(step_number(item.detail.get("steps_lost")) or 0 for item in inside),
         seconds=tuple(
-            value
-            for item in found
-            if (value := number(item.detail.get("seconds"))) is not None and math.isfinite(value)
+            value for item in found if (value := finite(item.detail.get("seconds"))) is not None
         ),
     )
 

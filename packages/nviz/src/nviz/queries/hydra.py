@@ -16,8 +16,7 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from nviz.store import parse
-from nviz.store.parse import mapping, parse_json
+from nviz.store.parse import items, mapping, number_or_nan, parse_json
 from nviz.store.plain import is_plain, open_plain, read_plain
 
 Triple = tuple[float, float, float]
@@ -137,7 +136,7 @@ def dimensions(folder: Path) -> list[str]:
         )
     except (OSError, ValueError):
         return []
-    return [str(mapping(item).get("name", "?")) for item in _list(content.get("dimensions"))]
+    return [str(mapping(item).get("name", "?")) for item in items(content.get("dimensions"))]
 
 
 def quality_counts(folder: Path) -> Quality:
@@ -160,14 +159,17 @@ def quality_counts(folder: Path) -> Quality:
 def acceptance(calibration: object) -> Acceptance | None:
     """The acceptance curve in head.json or report.json, None if there is none."""
     found = mapping(calibration)
-    points = [mapping(point) for point in _list(found.get("curve"))]
-    marks = {"drop": number(found.get("tau_drop")), "keep": number(found.get("tau_keep"))}
+    points = [mapping(point) for point in items(found.get("curve"))]
+    marks = {
+        "drop": number_or_nan(found.get("tau_drop")),
+        "keep": number_or_nan(found.get("tau_keep")),
+    }
     thresholds = {name: value for name, value in marks.items() if math.isfinite(value)}
     if not points and not thresholds:
         return None
     triples = {label: [_items(point.get(key)) for point in points] for label, key in CURVES}
     return Acceptance(
-        threshold=[number(point.get("threshold")) for point in points],
+        threshold=[number_or_nan(point.get("threshold")) for point in points],
         curves={label: [value for value, _, _ in found] for label, found in triples.items()},
         thresholds=thresholds,
         bounds={
@@ -217,7 +219,7 @@ def predicted_scores(folder: Path, names: list[str]) -> Scores:
 def agreements(report: dict[str, Any]) -> list[Agreement]:
     """The agreement table of report.json."""
     found = []
-    for entry in map(mapping, _list(report.get("agreement"))):
+    for entry in map(mapping, items(report.get("agreement"))):
         documents = entry.get("documents")
         numbers = {name: _triple(value) for name, value in entry.items() if isinstance(value, dict)}
         found.append(
@@ -237,13 +239,13 @@ def report_examples(report: dict[str, Any]) -> list[Example]:
     return [
         Example(
             band=str(entry.get("band", "?")),
-            quality=number(entry.get("quality")),
-            line=f"quality {number(entry.get('quality')):.2f}, by label "
-            f"{number(entry.get('label_quality')):.2f}; {entry.get('domain', '?')}",
+            quality=number_or_nan(entry.get("quality")),
+            line=f"quality {number_or_nan(entry.get('quality')):.2f}, by label "
+            f"{number_or_nan(entry.get('label_quality')):.2f}; {entry.get('domain', '?')}",
             text=str(entry.get("text", "")),
             scores=_numbers(entry.get("scores")),
         )
-        for entry in map(mapping, _list(report.get("examples")))
+        for entry in map(mapping, items(report.get("examples")))
     ]
 
 
@@ -260,7 +262,7 @@ def dropped_examples(folder: Path, most: int = 50) -> list[Example]:
             entry = mapping(parse_json(line))
         except ValueError:
             continue
-        quality = number(entry.get("quality"))
+        quality = number_or_nan(entry.get("quality"))
         found.append(
             Example(
                 band=f"dropped by {entry.get('decided_by', '?')}",
@@ -271,18 +273,6 @@ def dropped_examples(folder: Path, most: int = 50) -> list[Example]:
             )
         )
     return found
-
-
-def number(value: object) -> float:
-    """A number of JSON, NaN for anything else."""
-    found = parse.number(value)
-    return math.nan if found is None else found
-
-
-def known(value: object) -> float | None:
-    """A finite number of JSON, None for anything else."""
-    found = number(value)
-    return found if math.isfinite(found) else None
 
 
 def _ask(sql: str, paths: list[Path], *more: float) -> list[tuple[Any, ...]]:
@@ -299,17 +289,13 @@ def _scores_files(folder: Path) -> list[Path]:
     return [] if inside.is_symlink() else sorted(inside.glob("*.parquet"))
 
 
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
 def _numbers(value: object) -> dict[str, float]:
-    return {str(name): number(item) for name, item in mapping(value).items()}
+    return {str(name): number_or_nan(item) for name, item in mapping(value).items()}
 
 
 def _items(value: object) -> Triple:
     """The first three numbers of a list, NaN for what is not there."""
-    first, second, third = (*map(number, _list(value)[:3]), math.nan, math.nan, math.nan)[:3]
+    first, second, third = (*map(number_or_nan, items(value)[:3]), math.nan, math.nan, math.nan)[:3]
     return first, second, third
 
 
@@ -324,4 +310,8 @@ def _between(xs: list[float], ys: list[float], x: float) -> float:
 
 def _triple(value: object) -> Triple:
     found = mapping(value)
-    return number(found.get("value")), number(found.get("low")), number(found.get("high"))
+    return (
+        number_or_nan(found.get("value")),
+        number_or_nan(found.get("low")),
+        number_or_nan(found.get("high")),
+    )

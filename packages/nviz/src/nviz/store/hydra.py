@@ -7,22 +7,14 @@ look folders up by their keys, so no address reaches outside the root. Nothing h
 a file holds: a folder that cannot be read says why.
 """
 
-import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nviz.store.parse import parse_json
-from nviz.store.plain import read_plain
-from nviz.store.runs import (
-    DEPTH,
-    LARGEST_RUN_JSON_BYTES,
-    Signature,
-    key_below,
-    signature,
-)
+from nviz.store.folders import key_below, search
+from nviz.store.json_files import read_object
+from nviz.store.runs import LARGEST_RUN_JSON_BYTES, Signature, signature
 
 KINDS = {
     "labels": "label.json",
@@ -30,7 +22,6 @@ KINDS = {
     "filter": "filter.json",
     "report": "report.json",
 }
-SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,8 @@ class HydraIndex:
     def refresh(self) -> dict[str, HydraFolder]:
         """Folders by key, the newest first."""
         with self._lock:
-            found = [self._read(path, kind) for path, kind in _find(self.root)]
+            places = search(self.root, lambda folder: _kind(folder) is not None)
+            found = [self._read(path, kind) for path in places if (kind := _kind(path))]
             self._seen = {
                 item.folder: self._seen[item.folder] for item in found if item.folder in self._seen
             }
@@ -74,57 +66,12 @@ class HydraIndex:
             return known[1]
         key = key_below(self.root, folder)
         written = seen[0] / 1e9 if seen else 0.0
-        content, problem = _content(path)
+        content, problem = read_object(path, LARGEST_RUN_JSON_BYTES)
         item = HydraFolder(key, kind, folder, written, content, problem)
         if seen:
             self._seen[folder] = (seen, item)
         return item
 
 
-def _find(root: Path) -> Iterator[tuple[Path, str]]:
-    kind = _kind(root)
-    if kind:
-        yield root, kind
-    else:
-        yield from _search(root, root.resolve(), DEPTH)
-
-
 def _kind(folder: Path) -> str | None:
     return next((kind for kind, name in KINDS.items() if (folder / name).is_file()), None)
-
-
-def _search(folder: Path, root: Path, depth: int) -> Iterator[tuple[Path, str]]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        path = Path(entry.path)
-        if entry.name.startswith(".") or not entry.is_dir():
-            continue
-        if entry.is_symlink() and not path.resolve().is_relative_to(root):
-            continue
-        kind = _kind(path)
-        if kind:
-            yield path, kind
-        elif depth > 1:
-            yield from _search(path, root, depth - 1)
-
-
-def _content(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The JSON object in a file and None, or {} and why there is none."""
-    try:
-        content = read_plain(path, LARGEST_RUN_JSON_BYTES)
-        if content is None:
-            return {}, f"{path.name} is larger than 16 MiB"
-        value = parse_json(content)
-    except OSError as error:
-        return {}, f"{path.name}: {error.strerror or error}"
-    except ValueError:
-        return {}, f"{path.name} is no whole JSON (is it being written?)"
-    if not isinstance(value, dict):
-        return {}, f"{path.name} holds no JSON object"
-    if value.get("schema_version") != SCHEMA_VERSION:
-        version = value.get("schema_version")
-        return {}, f"{path.name} has schema_version {version!r}, this nviz reads {SCHEMA_VERSION}"
-    return value, None

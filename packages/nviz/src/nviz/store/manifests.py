@@ -6,9 +6,8 @@ was found is opened, so neither an address nor a run reaches outside of it. A sh
 only if its name is one that shards have and its header is that of a plain array.
 """
 
-import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nviz.store.parse import mapping, parse_json, step_number, text
-from nviz.store.plain import is_plain, read_plain
-from nviz.store.runs import DEPTH, Run, Signature, key_below, signature
+from nviz.store.folders import folders_in, key_below, search
+from nviz.store.json_files import read_object
+from nviz.store.parse import items, mapping, step_number, text
+from nviz.store.plain import is_plain
+from nviz.store.runs import Run, Signature, signature
 
-SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 TRAIN = "train"
 LARGEST_MANIFEST_BYTES = 64 * 2**20
@@ -76,7 +76,7 @@ class Dataset:
 def find_datasets(root: Path, runs: Iterable[Run]) -> dict[str, Path]:
     """Folders of data sets by key, those of runs first."""
     found: dict[str, Path] = {}
-    for folder in [*_of_runs(root, runs), *_search(root, root.resolve(), DEPTH)]:
+    for folder in [*_of_runs(root, runs), *_training_first(_elsewhere(root))]:
         found.setdefault(key_below(root, folder), folder)
     return found
 
@@ -106,29 +106,9 @@ def _splits(root: Path, inside: Path, place: Path) -> Iterator[Path]:
     if resolved is None or not resolved.is_relative_to(inside):
         return
     folder = root / resolved.relative_to(inside)
-    for found in [folder, *_folders(folder, inside)]:
+    for found in [folder, *_training_first(folders_in(folder, inside))]:
         if _is_dataset(found):
             yield found
-
-
-def _folders(folder: Path, inside: Path, without: Collection[str] = ()) -> list[Path]:
-    """Folders in `folder` that do not lead out of `inside`, sorted, the training split first.
-
-    Those of a name in `without` are left out.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            found = [
-                Path(entry.path)
-                for entry in entries
-                if entry.name not in without
-                and not entry.name.startswith(".")
-                and entry.is_dir()
-                and (not entry.is_symlink() or Path(entry.path).resolve().is_relative_to(inside))
-            ]
-    except (OSError, RuntimeError):
-        return []
-    return sorted(found, key=lambda path: (path.name != TRAIN, path.name))
 
 
 def _is_dataset(folder: Path) -> bool:
@@ -136,14 +116,18 @@ def _is_dataset(folder: Path) -> bool:
     return is_plain(path)
 
 
-def _search(folder: Path, inside: Path, depth: int) -> Iterator[Path]:
-    """Data sets at or below `folder`; a run's own folders are looked at by `_of_runs`."""
-    if _is_dataset(folder):
-        yield folder
-    elif depth > 0:
-        is_run = is_plain(folder / "run.json")
-        for path in _folders(folder, inside, PASSED_OVER if is_run else ()):
-            yield from _search(path, inside, depth - 1)
+def _elsewhere(root: Path) -> Iterator[Path]:
+    """Data sets at or below `root`; a run's own folders are looked at by `_of_runs`."""
+    return search(
+        root,
+        _is_dataset,
+        lambda folder: PASSED_OVER if is_plain(folder / "run.json") else (),
+    )
+
+
+def _training_first(folders: Iterable[Path]) -> list[Path]:
+    """Sorted; of data sets beside one another the training split is the first."""
+    return sorted(folders, key=lambda path: (path.parent, path.name != TRAIN, path.name))
 
 
 def read_dataset(key: str, folder: Path) -> Dataset:
@@ -157,21 +141,9 @@ def read_dataset(key: str, folder: Path) -> Dataset:
 @lru_cache(maxsize=32)
 def _read_dataset(key: str, folder: Path, seen: Signature) -> Dataset:
     """As `read_dataset`; kept while the file is unchanged."""
-    try:
-        content = read_plain(folder / MANIFEST, LARGEST_MANIFEST_BYTES)
-        if content is None:
-            return Dataset(key, folder, "manifest.json is larger than 64 MiB")
-        value = parse_json(content)
-    except OSError as error:
-        return Dataset(key, folder, f"manifest.json: {error.strerror or error}")
-    except ValueError:
-        return Dataset(key, folder, "manifest.json is no whole JSON (is it being written?)")
-    if not isinstance(value, dict):
-        return Dataset(key, folder, "manifest.json holds no JSON object")
-    version = value.get("schema_version")
-    if version != SCHEMA_VERSION:
-        what = f"manifest.json has schema_version {version!r}, this nviz reads {SCHEMA_VERSION}"
-        return Dataset(key, folder, what)
+    value, problem = read_object(folder / MANIFEST, LARGEST_MANIFEST_BYTES)
+    if problem is not None:
+        return Dataset(key, folder, problem)
     return _parse(key, folder, value)
 
 
@@ -211,7 +183,7 @@ def _text(value: object) -> str:
 
 
 def _mappings(value: object) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    return [item for item in items(value) if isinstance(item, dict)]
 
 
 def map_tokens(dataset: Dataset, shard: Shard) -> NDArray[Any]:

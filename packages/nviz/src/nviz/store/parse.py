@@ -79,6 +79,18 @@ def number(value: object) -> float | None:
         return None
 
 
+def number_or_nan(value: object) -> float:
+    """As `number`, with NaN for what is none."""
+    found = number(value)
+    return math.nan if found is None else found
+
+
+def finite(value: object) -> float | None:
+    """As `number`, with None also for a non-finite one."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
 def non_finite_word(value: float) -> str | None:
     """The word that stands for a non-finite value in a run folder; None for a finite one."""
     if math.isfinite(value):
@@ -206,13 +218,18 @@ def text(value: object, most: int) -> str | None:
 
 def texts(value: object, most: int = 200) -> tuple[str, ...]:
     """The items of a list as texts of at most `most` characters each; none if it is no list."""
-    return tuple(str(item)[:most] for item in value) if isinstance(value, list) else ()
+    return tuple(str(item)[:most] for item in items(value))
 
 
 def time_s(value: object) -> float | None:
     """Seconds since the epoch, or None if `value` is no moment that a calendar has."""
     found = number(value)
     return found if found is not None and 0 <= found <= LAST_S else None
+
+
+def items(value: object) -> list[Any]:
+    """`value` if it is a JSON array, or an empty one."""
+    return value if isinstance(value, list) else []
 
 
 def mapping(value: object) -> dict[str, Any]:

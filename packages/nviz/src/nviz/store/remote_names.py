@@ -13,8 +13,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from nviz.store import checkpoints, files, gpus, hydra, manifests
+from nviz.store.folders import DEPTH
 from nviz.store.parse import number
-from nviz.store.runs import DEPTH
 
 # Below a run, three levels down at most: `checkpoints/step-00001000/meta.json`.
 MOST_PARTS = DEPTH + 3

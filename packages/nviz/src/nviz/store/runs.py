@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from nviz.errors import VizError
-from nviz.store.parse import mapping, number, parse_json, step_number, text, texts, time_s
-from nviz.store.plain import read_plain
+from nviz.store.folders import key_below, search
+from nviz.store.json_files import parse_object, read_object
+from nviz.store.parse import items, mapping, number, step_number, text, texts, time_s
 
-SCHEMA_VERSION = 1
-DEPTH = 3
 STALLED_AFTER_S = 120.0
 LARGEST_RUN_JSON_BYTES = 16 * 2**20
 STATUSES = ("running", "completed", "interrupted", "failed")
@@ -96,41 +95,9 @@ def signature(path: Path) -> Signature | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def key_below(root: Path, folder: Path) -> str:
-    """The key of a folder: its path below the root, or the root's own name.
-
-    Bytes that are no UTF-8 are written as `\\xff`, as neither a page nor SQL could show them.
-    """
-    name = folder.resolve().name if folder == root else folder.relative_to(root).as_posix()
-    return os.fsencode(name).decode(errors="backslashreplace")
-
-
-def find_run_folders(root: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Folders at or below `root` that hold run.json; a run's own folders are not searched.
-
-    Links that lead out of `root` are not followed.
-    """
-    if (root / "run.json").is_file():
-        yield root
-        return
-    yield from _search(root, root.resolve(), depth)
-
-
-def _search(folder: Path, root: Path, depth: int) -> Iterator[Path]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        path = Path(entry.path)
-        if entry.name.startswith(".") or not entry.is_dir():
-            continue
-        if entry.is_symlink() and not path.resolve().is_relative_to(root):
-            continue
-        if (path / "run.json").is_file():
-            yield path
-        elif depth > 1:
-            yield from _search(path, root, depth - 1)
+def find_run_folders(root: Path) -> Iterator[Path]:
+    """Folders at or below `root` that hold run.json; a run's own folders are not searched."""
+    return search(root, lambda folder: (folder / "run.json").is_file())
 
 
 def _text(value: object) -> str | None:
@@ -139,7 +106,7 @@ def _text(value: object) -> str | None:
 
 def _attempts(value: object) -> tuple[Attempt, ...]:
     """The attempts in run.json by number; entries without a number are left out."""
-    entries = [mapping(item) for item in value] if isinstance(value, list) else []
+    entries = [mapping(item) for item in items(value)]
     found = {
         attempt: Attempt(
             attempt, time_s(item.get("started_unix_s")), step_number(item.get("from_step"))
@@ -167,19 +134,17 @@ def unreadable(key: str, folder: Path, problem: str) -> Run:
 
 def parse_run(key: str, folder: Path, content: bytes) -> Run:
     """The run that `content`, of its run.json, describes. Never raises on bad content."""
-    try:
-        value = parse_json(content)
-    except ValueError:
-        return unreadable(key, folder, "run.json is no whole JSON (is it being written?)")
-    if not isinstance(value, dict):
-        return unreadable(key, folder, "run.json holds no JSON object")
-    version = value.get("schema_version")
-    if version != SCHEMA_VERSION:
-        return unreadable(
-            key,
-            folder,
-            f"run.json has schema_version {version!r}, this nviz reads {SCHEMA_VERSION}",
-        )
+    return _run_of(key, folder, *parse_object(content, "run.json"))
+
+
+def read_run(key: str, folder: Path) -> Run:
+    """Read `folder`/run.json. Never raises: what cannot be read comes back as `unreadable`."""
+    return _run_of(key, folder, *read_object(folder / "run.json", LARGEST_RUN_JSON_BYTES))
+
+
+def _run_of(key: str, folder: Path, value: dict[str, Any], problem: str | None) -> Run:
+    if problem is not None:
+        return unreadable(key, folder, problem)
     status = _status(value.get("status"))
     return Run(
         key=key,
@@ -206,17 +171,6 @@ def parse_run(key: str, folder: Path, content: bytes) -> Run:
         git_revision=_text(value.get("git_revision")),
         results=_results(value.get("results")),
     )
-
-
-def read_run(key: str, folder: Path) -> Run:
-    """Read `folder`/run.json. Never raises: what cannot be read comes back as `unreadable`."""
-    try:
-        content = read_plain(folder / "run.json", LARGEST_RUN_JSON_BYTES)
-        if content is None:
-            return unreadable(key, folder, "run.json is larger than 16 MiB")
-        return parse_run(key, folder, content)
-    except OSError as error:
-        return unreadable(key, folder, f"run.json: {error.strerror or error}")
 
 
 def last_metrics_write(folder: Path) -> float:
