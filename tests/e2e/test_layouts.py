@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 import torch
 from commands import checkpoint_hashes
-from layout_cases import TERMINATED, assert_trains_as_one_process, codes
+from layout_cases import TERMINATED, assert_trains_as_one_process
 from layout_runs import (
     CONFIG,
     CURVES,
     EXPERTS,
     Case,
     Results,
+    assert_codes,
     assert_near,
     assert_near_state,
     make_shards,
@@ -191,7 +192,7 @@ def test_what_the_experts_exchange_is_recorded_on_every_rank(pool: Results) -> N
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(pool: Results) -> None:
-    assert codes(pool, "stopped") == [TERMINATED] * 4
+    assert_codes(pool.ranks("stopped"), TERMINATED)
     assert [len(rank.result["steps"]) for rank in pool.ranks("stopped")] == [7] * 4
     assert [error_lines(pool, "stopped"), error_lines(pool, "resumed")] == [[], []]
     events = [json.loads(line) for line in (pool.run("stopped") / "events.jsonl").open()]
@@ -207,7 +208,7 @@ def test_on_the_same_layout_a_stopped_run_ends_with_the_bits_of_one_never_stoppe
     pool: Results,
 ) -> None:
     whole = parity_name(4, 2, 1)
-    assert codes(pool, "resumed") == [0] * 4
+    assert_codes(pool.ranks("resumed"), 0)
     for rank in range(4):
         want, got = metrics(pool.run(whole), rank), metrics(pool.run("resumed"), rank)
         assert sorted(got) == sorted(want)
@@ -219,13 +220,8 @@ def test_on_the_same_layout_a_stopped_run_ends_with_the_bits_of_one_never_stoppe
 
 
 def test_a_run_goes_on_on_any_other_layout(pool: Results) -> None:
-    parts = [f"travel-{n}" for n in range(1, 5)]
-    assert [codes(pool, part) for part in parts] == [
-        [TERMINATED] * 4,
-        [TERMINATED] * 2,
-        [TERMINATED],
-        [0] * 4,
-    ]
+    for number, code in enumerate((TERMINATED, TERMINATED, TERMINATED, 0), start=1):
+        assert_codes(pool.ranks(f"travel-{number}"), code)
     record = json.loads((pool.run("travel-1") / "run.json").read_text())
     assert [attempt["from_step"] for attempt in record["attempts"]] == [0, 4, 8, 12]
     single = pool.run(parity_name(1, 1, 1))
@@ -237,11 +233,11 @@ def test_a_rank_that_dies_anywhere_in_a_save_loses_nothing_that_was_complete(
     pool: Results,
 ) -> None:
     # At first rank 1, its tensors not yet flushed; then rank 0 before, and after, COMPLETE.
-    for part, dead in (("dead-1", 1), ("dead-2", 0), ("dead-3", 0)):
-        found = codes(pool, part)
-        assert found[dead] == "Died"
-        assert found[1 - dead] == 2, "the other one does not wait for it for ever"
-    assert codes(pool, "dead-4") == [0, 0]
+    # The other one does not wait for it for ever.
+    assert_codes(pool.ranks("dead-1"), 2, "Died")
+    assert_codes(pool.ranks("dead-2"), "Died", 2)
+    assert_codes(pool.ranks("dead-3"), "Died", 2)
+    assert_codes(pool.ranks("dead-4"), 0)
     record = json.loads((pool.run("dead-4") / "run.json").read_text())
     assert [attempt["from_step"] for attempt in record["attempts"]] == [0, 0, 0, 3]
     want, got = pool.run("undisturbed"), pool.run("dead-4")
@@ -253,11 +249,11 @@ def test_a_rank_that_dies_anywhere_in_a_save_loses_nothing_that_was_complete(
 def test_a_full_disk_under_one_rank_is_one_line_and_the_run_goes_on_once_there_is_space(
     pool: Results,
 ) -> None:
-    assert codes(pool, "full-1") == [2, 2]
+    assert_codes(pool.ranks("full-1"), 2)
     (line,) = error_lines(pool, "full-1")
     assert line.startswith("error E-DISK-FULL: ")
     assert "rank-00001.safetensors" in line
-    assert codes(pool, "full-2") == [0, 0]
+    assert_codes(pool.ranks("full-2"), 0)
     events = [json.loads(line) for line in (pool.run("full-1") / "events.jsonl").open()]
     assert [e["event"] for e in events[:3]] == ["start", "fault", "end"]
     assert "rank 1 failed" in events[1]["what"]
@@ -265,13 +261,14 @@ def test_a_full_disk_under_one_rank_is_one_line_and_the_run_goes_on_once_there_i
 
 
 def test_an_error_that_befalls_all_ranks_is_one_line(pool: Results) -> None:
-    assert codes(pool, "changed") == [2, 2]
+    assert_codes(pool.ranks("changed"), 2)
     (line,) = error_lines(pool, "changed")
     assert line.startswith("error E-RESUME-CONFIG: ")
 
 
 def test_computing_and_sending_again_changes_nothing(pool: Results) -> None:
-    assert codes(pool, "again") == codes(pool, "undisturbed") == [0, 0]
+    for name in ("again", "undisturbed"):
+        assert_codes(pool.ranks(name), 0)
     for rank in range(2):
         want, got = (pool.ranks(name)[rank].result["steps"] for name in ("undisturbed", "again"))
         assert got == want
@@ -285,10 +282,10 @@ def test_computing_and_sending_again_changes_nothing(pool: Results) -> None:
 
 
 def test_a_bound_on_what_an_expert_takes_is_an_error_or_drops_as_configured(pool: Results) -> None:
-    assert codes(pool, "bounded") == [2, 2]
+    assert_codes(pool.ranks("bounded"), 2)
     (line,) = error_lines(pool, "bounded")
     assert line.startswith("error E-RDEP-CAPACITY: ")
-    assert codes(pool, "dropping") == [0, 0]
+    assert_codes(pool.ranks("dropping"), 0)
     counts = [
         [row["router/dropped"] for row in metrics(pool.run("dropping"), rank).values()]
         for rank in range(2)

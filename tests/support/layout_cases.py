@@ -20,6 +20,7 @@ from layout_runs import (
     Case,
     Rank,
     Results,
+    assert_codes,
     assert_near,
     assert_near_state,
     metrics,
@@ -269,17 +270,12 @@ class Trained:
         return self._train(self._pools[name]).run(name)
 
 
-def codes(pool: Results | Trained, name: str) -> list[object]:
-    """Exit codes of a case's ranks."""
-    return [rank.result["code"] for rank in pool.ranks(name)]
-
-
 def assert_trains_as_one_process(
     pool: Results | Trained, name: str, model: str, steps: int
 ) -> None:
     """Losses, norms, loads, biases, validation, weights and moments are those of one process."""
     ranks = pool.ranks(name)
-    assert codes(pool, name) == [0] * len(ranks), ranks[0].output
+    assert_codes(ranks, 0)
     want, got = metrics(pool.run(model)), metrics(pool.run(name))
     assert_near(got, want, steps)
     for step in (steps // 2, steps):

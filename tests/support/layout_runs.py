@@ -103,6 +103,16 @@ class Rank:
         return content
 
     @property
+    def began(self) -> bool:
+        """Whether it came to this case."""
+        return (self.folder / f"{self.name}.txt").exists()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it left a result."""
+        return (self.folder / f"{self.name}.json").exists()
+
+    @property
     def output(self) -> str:
         """What it printed."""
         return (self.folder / f"{self.name}.txt").read_text()
@@ -126,6 +136,13 @@ class Results:
     def run(self, name: str) -> Path:
         """The run folder of a case."""
         return self.folder / "runs" / (self.cases[name].run or name)
+
+    def unfinished(self) -> str:
+        """What ranks have printed that began a case and did not come to its end."""
+        begun = [rank for name in self.cases for rank in self.ranks(name) if rank.began]
+        return "\n".join(
+            f"{rank.name} did not end:\n{rank.output}" for rank in begun if not rank.ended
+        )
 
 
 def make_shards(folder: Path) -> Path:
@@ -158,8 +175,12 @@ def run_cases(folder: Path, data: Path, cases: list[Case], processes: int) -> Re
         )
     (folder / "cases.json").write_text(json.dumps(listed))
     process = torchrun(processes, str(WORKER), str(folder / "cases.json"))
-    output = process.communicate(timeout=540)[0]
-    assert process.returncode == 0, output
+    try:
+        output = process.communicate(timeout=540)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output = f"not finished in time\n{process.communicate()[0]}"
+    assert process.returncode == 0, f"{output}\n{results.unfinished()}"
     return results
 
 
@@ -209,6 +230,16 @@ def saved(run: Path, step: int) -> dict[str, Tensor]:
             whole.copy_(part)
     assert not [name for name, tensor in tensors.items() if tensor.isnan().any()]
     return tensors
+
+
+def assert_codes(ranks: list[Rank], *expected: object) -> None:
+    """A case's ranks ended with these codes, or all with the one; else, what the others printed."""
+    wanted = expected * (len(ranks) // len(expected))
+    odd = [rank for rank, code in zip(ranks, wanted, strict=True) if rank.result["code"] != code]
+    assert not odd, "\n".join(
+        f"{rank.name} ended with {rank.result['code']}, not as {wanted}:\n{rank.output}"
+        for rank in odd
+    )
 
 
 def assert_near(

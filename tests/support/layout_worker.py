@@ -9,6 +9,7 @@ Usage: torchrun --nproc-per-node N layout_worker.py CASES.json
 """
 
 import errno
+import faulthandler
 import gc
 import json
 import os
@@ -194,6 +195,8 @@ def run_case(number: int, case: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    # A crash in native code says where Python was, in what the rank has printed.
+    faulthandler.enable()
     torch.set_num_threads(1)
     file = Path(sys.argv[1])
     for number, case in enumerate(json.loads(file.read_text())):
