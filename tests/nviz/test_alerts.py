@@ -102,7 +102,7 @@ def test_each_rule_is_broken_by_its_own_trouble_alone(root: Path) -> None:
     ]
     what = {run: alert.what for (run, _), alert in looked.raised.items()}
     assert what["hot"] == "GPU of rank 1 at 91 °C, above 85 °C"
-    assert what["nan"] == "1 losses not finite lately, the last at step 1"
+    assert what["nan"] == "1 loss not finite lately, the last at step 1"
     later = watch(root).look(time.time() + 11 * 60)
     silent = {run for state, run, rule in told(later) if rule == "no step"}
     assert silent == {"fine", "nan", "crowded", "hot", "cool"}, "not the one that has ended"
@@ -277,10 +277,14 @@ def test_pages_show_the_alerts_of_the_servers_rules(
     root: Path, open_page: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     RunFolder(root, "a").append(record(0, router__load_imbalance=2.0), record(1, loss=math.nan))
-    assert list(open_page("runs").dataframe[0].value["alerts"][0]) == ["loss not finite"]
+    # Its last loss is fine.
+    RunFolder(root, "b").append(*[record(i, loss=math.nan if i == 7 else None) for i in range(90)])
+    for run in ("a", "b"):
+        frame = open_page("runs", q=run).dataframe[0].value
+        assert list(frame["alerts"][0]) == ["loss not finite"]
     words = texts(open_page("run", run="a")).replace("**", "")
-    assert "loss not finite: 1 losses not finite lately" in words
+    assert "loss not finite: 1 loss not finite lately" in words
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nkind = "imbalance"\nabove = 1.5\nname = "crowded"\n')
     monkeypatch.setenv("NVIZ_RULES", str(rules))
-    assert list(open_page("runs").dataframe[0].value["alerts"][0]) == ["crowded"]
+    assert list(open_page("runs", q="a").dataframe[0].value["alerts"][0]) == ["crowded"]

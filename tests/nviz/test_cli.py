@@ -120,7 +120,7 @@ def test_a_demo_is_written_counted_exported_and_watched(tmp_path: Path, nviz: Nv
 def test_an_alert_is_a_line_and_exit_code_one(runs: Path, nviz: Nviz) -> None:
     found = nviz("alert", str(runs), "--once")
     assert found.returncode == 1
-    assert found.stdout.startswith("raised a [loss not finite] 1 losses not finite lately")
+    assert found.stdout.startswith("raised a [loss not finite] 1 loss not finite lately")
 
 
 def test_an_empty_root_can_be_asked(root: Path, nviz: Nviz) -> None:

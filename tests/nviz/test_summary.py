@@ -59,6 +59,30 @@ def test_a_nan_loss_is_shown_and_left_out_of_the_curve(root: Path) -> None:
     assert found.spark == (2.0,)
 
 
+@pytest.mark.parametrize("parts", [1, 40])
+def test_a_loss_that_was_not_finite_for_one_step_is_seen_while_it_is_recent(
+    root: Path, parts: int
+) -> None:
+    steps, each = 4000, 4000 // parts
+    for at, seen in ((2999, False), (3000, True), (3456, True), (3999, True)):
+        run = RunFolder(root, f"sealed-{at}")
+        rows = [{"step": i, "loss/train": 2.0 if i != at else math.inf} for i in range(steps)]
+        for part in range(parts):
+            run.seal(*rows[part * each : (part + 1) * each], part=part)
+        assert summary(root, f"sealed-{at}").bad_step == (at if seen else None)
+        live = RunFolder(root, f"live-{at}")
+        live.append(*[record(i, loss=math.nan if i == at else None) for i in range(steps)])
+        assert summary(root, f"live-{at}").bad_step == (at if seen else None)
+
+
+def test_a_loss_that_a_later_attempt_computed_again_is_not_bad_any_more(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.append(*[record(i, loss=math.nan if i in (5, 15) else None) for i in range(20)])
+    assert summary(root).bad_step == 15
+    run.append(*[record(i) for i in range(10, 30)], attempt=2, rank=1)
+    assert summary(root).bad_step == 5
+
+
 def test_the_result_in_run_json_goes_before_the_metrics(root: Path) -> None:
     run = RunFolder(root, "a", results={"loss/validation": 1.25})
     run.append(record(0, loss__validation=3.0))

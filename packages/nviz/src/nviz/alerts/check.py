@@ -1,11 +1,10 @@
 """Whether rules hold for a run, from what is known of it.
 
-The list of runs knows their last values; `facts_of_files` reads the newest `RECENT` steps, so that
-a loss that was not finite for one step is seen too. Runs that were last heard of more than
+Both the list's summaries and `facts_of_files`, which counts, look at the newest `RECENT` steps, so
+that a loss that was not finite for one of them is seen. Runs that were last heard of more than
 `OLD_S` seconds ago break no rule: nobody can mend them any more.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,20 +14,20 @@ from nviz.alerts.rules import Rule
 from nviz.store import ColumnReader, Run, Summary
 from nviz.store.heat import Heat
 from nviz.store.runs import last_metrics_write
+from nviz.store.summary import RECENT
 
-RECENT = 1000
 OLD_S = 86_400.0
 LOSS, IMBALANCE = "loss/train", "router/load_imbalance"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What rules ask of a run. `bad_losses` counts losses that were not finite, `bad_step` is the
-    last of them; `hottest` is a rank and its degrees Celsius.
+    """What rules ask of a run. `bad_losses` counts losses that were not finite, None where nobody
+    counted, `bad_step` is the last of them; `hottest` is a rank and its degrees Celsius.
     """
 
     step: int | None
-    bad_losses: int
+    bad_losses: int | None
     bad_step: int | None
     imbalance: float | None
     heard_unix_s: float
@@ -46,12 +45,11 @@ class Alert:
 
 
 def facts_of_summary(run: Run, summary: Summary, heat: Heat) -> Facts:
-    """What the list of runs knows: the last values alone."""
-    bad = summary.loss is not None and not math.isfinite(summary.loss)
+    """What the list of runs knows."""
     return Facts(
         step=summary.step,
-        bad_losses=int(bad),
-        bad_step=summary.step if bad else None,
+        bad_losses=None,
+        bad_step=summary.bad_step,
         imbalance=summary.imbalance,
         heard_unix_s=_heard(run),
         hottest=heat.hottest(run.folder) if run.is_live else None,
@@ -60,8 +58,10 @@ def facts_of_summary(run: Run, summary: Summary, heat: Heat) -> Facts:
 
 def facts_of_files(run: Run, columns: ColumnReader, heat: Heat) -> Facts:
     """What the newest steps in the run's files say."""
-    rows = columns.rows(run.folder, [LOSS, IMBALANCE])
-    newest = np.flatnonzero(~rows.superseded)[-RECENT:]
+    rows = columns.rows(run.folder, [LOSS, IMBALANCE], newest=RECENT)
+    newest = np.flatnonzero(~rows.superseded)
+    if len(newest):
+        newest = newest[rows.step[newest] > rows.step[newest[-1]] - RECENT]
     bad = np.zeros(0, dtype=np.int64)
     if LOSS in rows.columns:
         loss = rows.columns[LOSS]
@@ -99,12 +99,16 @@ def broken_rules(run: Run, facts: Facts, rules: Sequence[Rule], now_unix_s: floa
     return found
 
 
+def _losses(count: int | None) -> str:
+    return "losses" if count is None else f"{count:,} loss{'' if count == 1 else 'es'}"
+
+
 def _broken(rule: Rule, run: Run, facts: Facts, now_unix_s: float) -> str | None:
     """In which way the rule is broken, or None."""
     if rule.kind == "loss_not_finite":
-        if not facts.bad_losses:
+        if facts.bad_step is None:
             return None
-        return f"{facts.bad_losses} losses not finite lately, the last at step {facts.bad_step}"
+        return f"{_losses(facts.bad_losses)} not finite lately, the last at step {facts.bad_step:,}"
     if rule.kind == "failed":
         return "the run failed" if run.status == "failed" else None
     if not run.is_live:

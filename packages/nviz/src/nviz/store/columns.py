@@ -101,7 +101,7 @@ class ColumnReader:
     def metrics(self, folder: Path, rank: int | None = None) -> list[str]:
         """Names of the metrics that the newest files of a rank hold, sorted."""
         names: set[str] = set()
-        newest = [file for file in _of_rank(folder, rank) if file.signature[1]]
+        newest = [file for file in files_of_rank(folder, rank) if file.signature[1]]
         for file in newest[-1:] + [file for file in newest if file.sealed][-1:]:
             try:
                 names |= set(self._columns_of(file))
@@ -111,7 +111,7 @@ class ColumnReader:
 
     def signatures(self, folder: Path) -> tuple[Signature, ...]:
         """What the lowest ranks' files look like; equal ones give equal rows."""
-        return tuple(file.signature for file in _of_rank(folder, None))
+        return tuple(file.signature for file in files_of_rank(folder))
 
     def rows(
         self,
@@ -125,10 +125,10 @@ class ColumnReader:
         they hold so many of the last steps.
         """
         problems: list[str] = []
-        live = [file for file in _of_rank(folder, rank) if not file.sealed]
+        live = [file for file in files_of_rank(folder, rank) if not file.sealed]
         pieces = self._pieces(live, names, problems)
         # Looked for after the live rows were read: a part appears before its rows leave that file.
-        sealed = [file for file in _of_rank(folder, rank) if file.sealed]
+        sealed = [file for file in files_of_rank(folder, rank) if file.sealed]
         if newest is None:
             pieces = self._pieces(sealed, names, problems) + pieces
         else:
@@ -237,7 +237,7 @@ def _files(folder: Path) -> list[MetricsFile]:
     return [file for file in list_metrics_files(folder) if not file.experts]
 
 
-def _of_rank(folder: Path, rank: int | None) -> list[MetricsFile]:
+def files_of_rank(folder: Path, rank: int | None = None) -> list[MetricsFile]:
     """Metrics files of a rank, or of the lowest rank of each attempt, by attempt and part."""
     files = _files(folder)
     lowest: dict[int, int] = {}

@@ -1,13 +1,16 @@
 """The line that a run has in the list: last loss, validation loss, rate, and a small loss curve.
 
 A list of thousands of runs must not parse every record. Of a run's sealed parts at most `PARTS`,
-spread evenly, give up four columns; a large JSONL file is read in `WINDOWS` short pieces spread
-over it, its last one included; the last evaluation comes from the end of the events. A run that has
-ended is looked at again only when its metrics folder changes.
+spread evenly, give up four columns, and those that hold the newest `RECENT` steps, so that a loss
+that was not finite for one of these is seen; a large JSONL file is read in `WINDOWS` short pieces
+spread over it, its last one included, and its end is searched for such losses; the last evaluation
+comes from the end of the events. A run that has ended is looked at again only when its metrics
+folder changes.
 """
 
 import math
 import os
+import re
 import threading
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -15,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
-from nviz.store.columns import read_part
-from nviz.store.files import MetricsFile, list_metrics_files
+from nviz.store.columns import files_of_rank, read_part
+from nviz.store.files import MetricsFile
 from nviz.store.parse import number, parse_line, parse_lines, step_number
 from nviz.store.plain import open_plain
 from nviz.store.recent import Recent
@@ -28,7 +32,10 @@ WINDOWS = 48
 WINDOW_BYTES = 8192
 SPARK_POINTS = 40
 PARTS = 12
+RECENT = 1000
 EVALUATION = b'"loss/validation"'
+BAD_LOSS = re.compile(rb'"loss/train":\s*"?(?:NaN|-?Infinity)')
+BAD_LOSS_BYTES = 4 * 2**20
 CHUNK_BYTES = 2**20
 SEARCH_BYTES = 32 * 2**20
 LONGEST_LINE_BYTES = 2**16
@@ -52,7 +59,8 @@ class Point(NamedTuple):
 class Summary:
     """What the list shows of a run beside run.json.
 
-    `spark` holds at most `SPARK_POINTS` finite losses.
+    `bad_step` is the last of the newest `RECENT` steps whose loss was not finite. `spark` holds at
+    most `SPARK_POINTS` finite losses.
     """
 
     step: int | None = None
@@ -60,6 +68,7 @@ class Summary:
     validation: float | None = None
     tokens_per_s: float | None = None
     imbalance: float | None = None
+    bad_step: int | None = None
     spark: tuple[float, ...] = ()
 
 
@@ -81,11 +90,13 @@ def _windows(size: int) -> list[tuple[int, int]]:
 
 
 def sample_lines(path: Path) -> list[Point]:
-    """Points of a JSONL file by step: an even spread, the last whole line, the last evaluation."""
+    """Points of a JSONL file by step: an even spread, the last whole line, the last evaluation, and
+    the losses in its last `BAD_LOSS_BYTES` that are not finite.
+    """
     with open_plain(path) as file:
         windows = _windows(os.fstat(file.fileno()).st_size)
         lines = [line for window in windows for line in _spread_lines(file, window, len(windows))]
-        lines += _last_evaluation(file)
+        lines += _last_evaluation(file) + _bad_losses(file)
     points = [point for line in lines if (point := _point(line))]
     return sorted({point.step: point for point in points}.values())
 
@@ -119,6 +130,19 @@ def _last_evaluation(file: BinaryIO) -> list[bytes]:
     return []
 
 
+def _bad_losses(file: BinaryIO) -> list[bytes]:
+    """The whole lines near the end of the file whose loss is not finite."""
+    size = file.seek(0, os.SEEK_END)
+    start = max(0, size - BAD_LOSS_BYTES)
+    file.seek(start)
+    data = file.read(BAD_LOSS_BYTES)
+    first = data.find(b"\n") + 1 if start else 0
+    lines = data[first : data.rfind(b"\n") + 1]
+    if not BAD_LOSS.search(lines):
+        return []
+    return [line for line in lines.splitlines() if BAD_LOSS.search(line)]
+
+
 def _line_around(file: BinaryIO, position: int) -> bytes | None:
     """The line that holds `position`, or None if its end is not written yet."""
     start = max(0, position - LONGEST_LINE_BYTES)
@@ -130,7 +154,9 @@ def _line_around(file: BinaryIO, position: int) -> bytes | None:
 
 
 def sample_part(path: Path, count: int) -> list[Point]:
-    """About `count` points of a sealed part by step: its last row, an even spread, evaluations."""
+    """About `count` points of a sealed part by step: its last row, an even spread, evaluations, and
+    those of its last `RECENT` losses that are not finite.
+    """
     found = read_part(path, ("step", *COLUMNS))
     if "step" not in found or not len(found["step"].values):
         return []
@@ -138,6 +164,10 @@ def sample_part(path: Path, count: int) -> list[Point]:
     chosen = set(range(rows - 1, -1, -max(1, rows // count)))
     if COLUMNS[1] in found:
         chosen |= set(found[COLUMNS[1]].present.nonzero()[0].tolist())
+    if COLUMNS[0] in found:
+        loss = found[COLUMNS[0]]
+        bad = (loss.present & ~np.isfinite(loss.values))[-RECENT:]
+        chosen |= set((bad.nonzero()[0] + rows - len(bad)).tolist())
     points = []
     for at in sorted(chosen):
         values = [
@@ -201,8 +231,14 @@ def summarise(run: Run, points: list[Point], evaluated: float | None) -> Summary
         validation=run.results.get(COLUMNS[1], evaluated if evaluated is not None else measured),
         tokens_per_s=_last([p.tokens_per_s for p in points]),
         imbalance=_last([p.imbalance for p in points]),
+        bad_step=_bad_step(points),
         spark=tuple(spread(finite, SPARK_POINTS)),
     )
+
+
+def _bad_step(points: list[Point]) -> int | None:
+    recent = (p for p in reversed(points) if p.step > points[-1].step - RECENT)
+    return next((p.step for p in recent if p.loss is not None and not math.isfinite(p.loss)), None)
 
 
 def spread(points: list[tuple[int, float]], count: int) -> list[float]:
@@ -266,11 +302,9 @@ class Summaries:
             self._known = {key: known for key, known in self._known.items() if key in kept}
 
     def summary(self, run: Run) -> Summary:
-        """The summary of `run`, from its lowest rank's files."""
+        """The summary of `run`, from the files of each attempt's lowest rank."""
         mtime_ns = _mtime_ns(run.folder)
-        files = [file for file in list_metrics_files(run.folder) if not file.experts]
-        lowest = min((file.rank for file in files), default=0)
-        files = [file for file in files if file.rank == lowest]
+        files = files_of_rank(run.folder)
         signatures = tuple(file.signature for file in files)
         key = (run.key, run.identity)
         known = self._known.get(key)
@@ -282,15 +316,29 @@ class Summaries:
         return made
 
     def _sampled(self, files: list[MetricsFile]) -> list[Point]:
-        points: dict[int, list[Point]] = {}
-        for attempt in sorted({file.attempt for file in files}):
-            own = [file for file in files if file.attempt == attempt]
-            parts = _chosen([file for file in own if file.sealed])
-            count = max(2, 2 * SPARK_POINTS // max(1, len(parts)))
-            # Live rows first: where a step stands in both, the sealed one is put last and stays.
-            for file in [file for file in own if not file.sealed] + parts:
-                points.setdefault(attempt, []).extend(self._sample(file, count))
+        attempts = sorted({file.attempt for file in files})
+        points = {at: self._of_attempt([f for f in files if f.attempt == at]) for at in attempts}
         return join_attempts(points)
+
+    def _of_attempt(self, files: list[MetricsFile]) -> list[Point]:
+        """Points of an attempt; where a step stands in two files, the sealed one's comes last."""
+        sealed = [file for file in files if file.sealed]
+        chosen = _chosen(sealed)
+        count = max(2, 2 * SPARK_POINTS // max(1, len(chosen)))
+        live = [p for file in files if not file.sealed for p in self._sample(file, count)]
+        newest = max((point.step for point in live), default=0)
+        parts: list[Point] = []
+        is_recent = True
+        for file in reversed(sealed):
+            if not is_recent and file not in chosen:
+                continue
+            found = self._sample(file, count)
+            if found:
+                newest = max(newest, found[-1].step)
+                # What comes before this part is older.
+                is_recent = is_recent and found[0].step > newest - RECENT
+            parts = found + parts
+        return live + parts
 
     def _sample(self, file: MetricsFile, count: int) -> list[Point]:
         key = (file.path, file.signature, count)
