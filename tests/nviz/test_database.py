@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from nviz.errors import VizError
-from nviz.store.database import Database
+from nviz.store.database import Database, fair_share
 from nviz.store.runs import RunIndex
 from run_folder import RunFolder, record, trained
 
@@ -139,6 +139,42 @@ def test_an_error_is_one_line_that_tells_where(root: Path) -> None:
     with pytest.raises(VizError, match=r"near \"wrong\" in line 2; mend the query") as caught:
         database(root).query("SELECT *\nFROM runs wrong wrong")
     assert "\n" not in str(caught.value)
+
+
+def test_events_of_all_runs_share_their_place_and_the_newest_of_each_stay(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, count in (("few", 3), ("many", 400), ("most", 900)):
+        run = RunFolder(root, name)
+        for step in range(count):
+            run.event("eval", step)
+    asked = "SELECT run, min(step), max(step), count(*) FROM events GROUP BY run ORDER BY run"
+    whole = database(root)
+    assert whole.query(asked).rows == [
+        ("few", 0, 2, 3),
+        ("many", 0, 399, 400),
+        ("most", 0, 899, 900),
+    ]
+    assert whole.problems == []
+    monkeypatch.setattr("nviz.store.database.MOST_EVENT_BYTES", 20_000)
+    base = database(root)
+    few, *others = base.query(asked).rows
+    assert few == ("few", 0, 2, 3)
+    for (_, first, last, count), end in zip(others, (399, 899), strict=True):
+        assert last == end and count == end - first + 1
+        assert 100 < count < 250
+    assert base.problems == ["many and 1 more run(s): only the newest events are in the view"] or (
+        base.problems == ["most and 1 more run(s): only the newest events are in the view"]
+    )
+
+
+def test_a_fair_share_gives_small_ones_all_and_fills_the_place() -> None:
+    assert fair_share([], 10) == 0
+    assert fair_share([3, 4, 3], 10) == 4
+    assert fair_share([1, 50, 60], 21) == 10
+    for sizes, most in (([5, 9, 2, 40], 30), ([7] * 9, 50)):
+        share = fair_share(sizes, most)
+        assert most - len(sizes) < sum(min(size, share) for size in sizes) <= most
 
 
 def test_events_behind_a_link_are_not_read(root: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -19,15 +20,17 @@ import numpy as np
 import pyarrow as pa
 
 from nviz.errors import VizError
-from nviz.store.events import EventLog
+from nviz.store.events import EVENTS, Event, newest_events
 from nviz.store.files import MetricsFile, list_metrics_files
 from nviz.store.lines import GrowingLines
 from nviz.store.parse import metrics_table
 from nviz.store.parts import Part, PartIndex, Schema, unreadable
-from nviz.store.runs import Run
+from nviz.store.runs import Run, signature
 
 READ_TYPES = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
 MOST_METRICS = 2000
+# Of all runs' events.jsonl together.
+MOST_EVENT_BYTES = 64 * 2**20
 RESERVED = frozenset({"run", "run_id", "attempt", "rank", "seq", "sealed", "step", "superseded"})
 LIMIT_S = 30.0
 MEMORY = "2GB"
@@ -167,21 +170,21 @@ class Database:
         self._store("runs", table)
 
     def _load_events(self, runs: list[Run]) -> None:
-        rows = []
-        for run in runs:
-            log = EventLog(run.folder)
-            log.refresh()
-            rows += [
-                {
-                    "run": run.key,
-                    "time_unix_s": event.time_unix_s,
-                    "event": event.event,
-                    "step": event.step,
-                    "detail": json.dumps(event.detail, sort_keys=True),
-                }
-                for event in log.events
-            ]
-        self._store("events", pa.Table.from_pylist(rows, schema=EVENT_SCHEMA))
+        sizes = [_size(run.folder / EVENTS) for run in runs]
+        share = fair_share(sizes, MOST_EVENT_BYTES)
+        tables, cut = [EVENT_SCHEMA.empty_table()], []
+        for run in (run for run, size in zip(runs, sizes, strict=True) if size):
+            try:
+                found, is_cut = newest_events(run.folder, share)
+            except OSError as error:
+                self.problems.append(f"{run.key}: {EVENTS}: {unreadable(error)}")
+                continue
+            tables.append(_event_table(run, found))
+            cut += [run.key] * is_cut
+        if cut:
+            more = f" and {len(cut) - 1:,} more run(s)" if cut[1:] else ""
+            self.problems.append(f"{cut[0]}{more}: only the newest events are in the view")
+        self._store("events", pa.concat_tables(tables))
 
     def _store(self, name: str, table: pa.Table) -> None:
         self._connection.register("found", table)
@@ -314,6 +317,34 @@ class Database:
             f"JOIN {table} f ON p.{quoted(FILE)} = f.{quoted(FILE)} "
             "WHERE TRY_CAST(p.step AS BIGINT) >= 0"
         )
+
+
+def _size(path: Path) -> int:
+    found = signature(path)
+    return found[1] if found else 0
+
+
+def fair_share(sizes: Sequence[int], most: int) -> int:
+    """The largest part that each of `sizes` may give so that all parts sum up to `most` at most."""
+    for at, size in enumerate(ordered := sorted(sizes)):
+        if size * (len(ordered) - at) > most:
+            return max(0, most // (len(ordered) - at))
+        most -= size
+    return max(ordered, default=0)
+
+
+def _event_table(run: Run, found: Sequence[Event]) -> pa.Table:
+    rows = [
+        {
+            "run": run.key,
+            "time_unix_s": event.time_unix_s,
+            "event": event.event,
+            "step": event.step,
+            "detail": json.dumps(event.detail, sort_keys=True),
+        }
+        for event in found
+    ]
+    return pa.Table.from_pylist(rows, schema=EVENT_SCHEMA)
 
 
 def _horizon(starts: dict[int, int], attempt: int) -> int | None:

@@ -1,4 +1,7 @@
-"""The events of one run, read on from where the last reading ended; the newest `MOST` are kept."""
+"""The events of one run: read on from where the last reading ended, or the newest ones at once.
+
+At most the newest `MOST` are kept.
+"""
 
 import json
 from collections import deque
@@ -6,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nviz.store.lines import GrowingLines
+from nviz.store.lines import GrowingLines, last_lines
 from nviz.store.parse import number, parse_lines, step_number
 
+EVENTS = "events.jsonl"
 MOST = 20_000
 OWN_FIELDS = ("time_unix_s", "event", "step")
 
@@ -32,7 +36,7 @@ class EventLog:
     """The events of the run in `folder`. Not safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
-        self._lines = GrowingLines(folder / "events.jsonl")
+        self._lines = GrowingLines(folder / EVENTS)
         self._unreadable: str | None = None
         self.events: deque[Event] = deque(maxlen=MOST)
 
@@ -54,6 +58,16 @@ class EventLog:
         count = self._lines.skipped
         found = [self._unreadable] if self._unreadable else []
         return found + ([f"events.jsonl: {count} unreadable line(s) skipped"] if count else [])
+
+
+def newest_events(folder: Path, most_bytes: int) -> tuple[list[Event], bool]:
+    """The events in the last `most_bytes` of a run's events.jsonl, and whether older ones are left
+    out. Raises OSError if the file cannot be read.
+    """
+    data, is_cut = last_lines(folder / EVENTS, most_bytes)
+    lines = data.splitlines(keepends=True)
+    records, _ = parse_lines(b"".join(lines[-MOST:]))
+    return [_event(record) for record in records], is_cut or len(lines) > MOST
 
 
 def _event(record: dict[str, Any]) -> Event:

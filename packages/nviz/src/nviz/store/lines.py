@@ -7,6 +7,7 @@ before the place to go on from, must be as they were. A line longer than `LONGES
 passed over and counted: to wait for its end would mean to read it again each time.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -90,3 +91,16 @@ class GrowingLines:
             self._head = self._tail = b""
             self._gave_lines = self._too_long = False
             file.seek(0)
+
+
+def last_lines(path: Path, most_bytes: int) -> tuple[bytes, bool]:
+    """The whole lines in the last `most_bytes` of a plain file, and whether others come before.
+
+    Raises OSError as `open_plain` does.
+    """
+    with open_plain(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - most_bytes))
+        data = file.read(most_bytes)
+    first = data.find(b"\n") + 1 if size > most_bytes else 0
+    return data[first : data.rfind(b"\n") + 1], size > most_bytes

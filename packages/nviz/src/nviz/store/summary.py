@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from nviz.store.columns import files_of_rank, read_part
 from nviz.store.files import MetricsFile
+from nviz.store.lines import last_lines
 from nviz.store.parse import number, parse_line, parse_lines, step_number
 from nviz.store.plain import open_plain
 from nviz.store.recent import Recent
@@ -183,14 +184,10 @@ def sample_part(path: Path, count: int) -> list[Point]:
 def last_evaluation(path: Path) -> float | None:
     """The newest `loss/validation` in the end of an events file that no resume left behind."""
     try:
-        with open_plain(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - EVENT_BYTES))
-            data = file.read(EVENT_BYTES)
+        data, _ = last_lines(path, EVENT_BYTES)
     except OSError:
         return None
-    start = data.find(b"\n") + 1 if size > EVENT_BYTES else 0
-    records, _ = parse_lines(data[start : data.rfind(b"\n") + 1])
+    records, _ = parse_lines(data)
     found: dict[int, float] = {}
     for record in records:
         step, loss = step_number(record.get("step")), number(record.get(COLUMNS[1]))
