@@ -30,6 +30,7 @@ from nmoe_train.parallel.fsdp import shard_weights
 from nmoe_train.parallel.groups import Groups, make_groups
 from nmoe_train.parallel.letters import Letters
 from nmoe_train.parallel.pipeline import held_layers, part_layers
+from nmoe_train.plan.weights import ExpertOwner
 from torch import Tensor
 from torch.distributed import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -44,22 +45,18 @@ class Ranks:
 
     def __init__(self, layouts: list[Layout]) -> None:
         store = HashStore()
-        self.groups = [Groups(layout, store) for layout in layouts]
+        self.groups = [_Storing(layout, store) for layout in layouts]
 
     def letters(self, topic: str) -> list[Letters]:
         """What each rank writes and reads in one undertaking."""
         return [Letters(groups, topic) for groups in self.groups]
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """What a model asks of its expert group while it is built."""
+class _Storing(Groups):
+    """Waits for others without collectives, which need a process each."""
 
-    local_experts: range
-
-    @property
-    def experts_local(self) -> int:
-        return len(self.local_experts)
+    def all_say(self, yes: bool) -> bool:
+        return yes
 
 
 @dataclass
@@ -88,7 +85,7 @@ def part(config: Config, layout: Layout) -> Iterator[Part]:
         model = Transformer(
             config.model,
             VOCABULARY,
-            expert_parallel=_Owner(experts),  # type: ignore[arg-type]  # all it asks
+            expert_parallel=ExpertOwner(experts),  # type: ignore[arg-type]  # all it asks
             held=held_layers(parts, layout.pp_rank, layout.pp),
             tensor=TensorParallel(made.get("tensor")),
         )

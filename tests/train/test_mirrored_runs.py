@@ -53,6 +53,24 @@ def named(found: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] == name]
 
 
+def alerts(found: list[dict[str, Any]]) -> list[str]:
+    return [event["what"] for event in named(found, "alert")]
+
+
+@pytest.fixture
+def uploaders(monkeypatch: pytest.MonkeyPatch) -> list[Uploads]:
+    """The uploads of the runs of this test, once they have been told to look."""
+    found: list[Uploads] = []
+    look = Uploads.look
+
+    def noted(uploads: Uploads) -> None:
+        look(uploads)
+        found.append(uploads)
+
+    monkeypatch.setattr(Uploads, "look", noted)
+    return found
+
+
 def test_the_mirror_alone_brings_a_run_back_bitwise(
     tiny: Tiny, run: Run, events: Events, saved: Saved, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -67,7 +85,7 @@ def test_the_mirror_alone_brings_a_run_back_bitwise(
     assert run(config).status == "completed"
     found = events(config.run.dir)
     assert (found[0]["event"], found[0]["step"]) == ("start", 3)
-    assert named(found, "mirror")[-1]["step"] == 6 and named(found, "alert") == []
+    assert named(found, "mirror")[-1]["step"] == 6 and alerts(found) == []
     want, got = saved(whole.run.dir, 6), saved(config.run.dir, 6)
     assert want.keys() == got.keys()
     assert all(torch.equal(want[name], got[name]) for name in want)
@@ -107,10 +125,10 @@ def test_training_goes_on_without_the_mirror_and_nothing_here_is_deleted(
             bucket.admit_anybody_for("inf")
     assert (outcome.status, outcome.step) == ("completed", 6)
     found = events(config.run.dir)
-    alerts = [event["what"] for event in named(found, "alert")]
-    assert alerts and all("is not in the mirror" in what and "\n" not in what for what in alerts)
-    assert {"bucket": "not there", "credentials": "access denied"}[loss] in alerts[-1]
-    assert "step 6" in alerts[-1]
+    told = alerts(found)
+    assert told and all("is not in the mirror" in what and "\n" not in what for what in told)
+    assert {"bucket": "not there", "credentials": "access denied"}[loss] in told[-1]
+    assert "step 6" in told[-1]
     assert (found[-1]["event"], found[-1]["status"]) == ("end", "completed")
     assert steps_here(config) == [6, 4, 2], "more than are kept, as none is mirrored"
     if loss == "bucket":
@@ -160,7 +178,7 @@ def test_a_storage_that_is_silent_holds_up_no_step_and_a_signal_leaves_it(
         run(config)
     found = events(config.run.dir)
     assert [event["step"] for event in named(found, "checkpoint")] == [2, 4, 6]
-    assert [event["what"] for event in named(found, "alert")] == [LEFT_EARLY]
+    assert alerts(found) == [LEFT_EARLY]
     assert (found[-1]["event"], found[-1]["status"]) == ("end", "completed")
     assert steps_here(config) == [6, 4, 2]
     proxy.rule = lambda method, path: PASS
@@ -170,23 +188,19 @@ def test_a_storage_that_is_silent_holds_up_no_step_and_a_signal_leaves_it(
 
 
 def test_a_signal_that_comes_as_the_last_wait_begins_is_told_too(
-    tiny: Tiny, run: Run, events: Events, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny: Tiny,
+    run: Run,
+    events: Events,
+    uploaders: list[Uploads],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(Uploads, "finish", lambda uploads: os.kill(os.getpid(), signal.SIGINT))
-    used: list[Uploads] = []
-    look = Uploads.look
-
-    def noted(uploads: Uploads) -> None:
-        used.append(uploads)
-        look(uploads)
-
-    monkeypatch.setattr(Uploads, "look", noted)
     config = tiny(**{"checkpoint.mirror": f"file://{tmp_path}/far", "train.steps": 1})
     with pytest.raises(KeyboardInterrupt):
         run(config)
-    alerts = [event["what"] for event in named(events(config.run.dir), "alert")]
-    assert alerts == [LEFT_EARLY]
-    assert used and not any(uploads.alive for uploads in used)
+    assert alerts(events(config.run.dir)) == [LEFT_EARLY]
+    assert uploaders and not any(uploads.alive for uploads in uploaders)
 
 
 def test_a_signal_that_is_only_noted_ends_the_last_wait(
@@ -208,25 +222,16 @@ def test_a_signal_that_is_only_noted_ends_the_last_wait(
     # As in an elastic run, whose workers note signals as long as they live.
     with Interrupt() as interrupt, interrupt.noted(lambda text: None):
         saves.finish_mirror(6, interrupt)
-    alerts = [event["what"] for event in named(events(config.run.dir), "alert")]
-    assert alerts == [LEFT_EARLY]
+    assert alerts(events(config.run.dir)) == [LEFT_EARLY]
 
 
 def test_one_limit_holds_for_saves_and_for_the_mirror(
-    tiny: Tiny, run: Run, events: Events, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny: Tiny, run: Run, events: Events, uploaders: list[Uploads], tmp_path: Path
 ) -> None:
-    limits: list[float | None] = []
-    look = Uploads.look
-
-    def noted(uploads: Uploads) -> None:
-        limits.append(uploads._orders.limit)
-        look(uploads)
-
-    monkeypatch.setattr(Uploads, "look", noted)
     settings = {"checkpoint.limit_mb_s": 0.5, "checkpoint.mirror": f"file://{tmp_path}/far"}
     config = tiny(**settings, **{"train.steps": 3})
     run(config)
-    assert limits and set(limits) == {5e5}
+    assert {uploads._orders.limit for uploads in uploaders} == {5e5}
     (newest, *_) = complete_checkpoints(config.run.dir / "checkpoints")
     size = (newest / "rank-00000.safetensors").stat().st_size
     saves = named(events(config.run.dir), "checkpoint")
@@ -235,26 +240,18 @@ def test_one_limit_holds_for_saves_and_for_the_mirror(
 
 
 def test_an_uploader_that_dies_is_told_and_started_again(
-    tiny: Tiny, run: Run, events: Events, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, run: Run, events: Events, bucket: Bucket, uploaders: list[Uploads]
 ) -> None:
-    started: list[Uploads] = []
-    look = Uploads.look
-
-    def noted(uploads: Uploads) -> None:
-        look(uploads)
-        started.append(uploads)
-
     def kill() -> None:
-        process = started[0]._process
+        process = uploaders[0]._process
         assert process is not None
         process.kill()
         process.wait()
 
-    monkeypatch.setattr(Uploads, "look", noted)
     config = tiny(**MIRROR)
     assert run(config, at_step(1, kill)).status == "completed"
-    alerts = [event["what"] for event in named(events(config.run.dir), "alert")]
-    assert len(alerts) == 1 and "the uploader has ended (exit code -9)" in alerts[0]
+    (told,) = alerts(events(config.run.dir))
+    assert "the uploader has ended (exit code -9)" in told
     assert steps_there()[0] == 6
 
 
@@ -278,6 +275,6 @@ def test_an_uploader_that_dies_in_the_last_wait_is_told(
     monkeypatch.setattr(Uploads, "finish", killed)
     config = tiny(**MIRROR)
     assert run(config).status == "completed"
-    alerts = [event["what"] for event in named(events(config.run.dir), "alert")]
-    assert len(alerts) == 1 and "the uploader has ended (exit code -9)" in alerts[0]
+    (told,) = alerts(events(config.run.dir))
+    assert "the uploader has ended (exit code -9)" in told
     assert steps_here(config) == [6, 4, 2] and steps_there() == []

@@ -25,9 +25,9 @@ from nmoe_train.loop import Outcome
 from nmoe_train.parallel import Layout
 from nmoe_train.parallel.groups import Groups, RankFailed
 from nmoe_train.parallel.letters import CalledOff, Letters
+from reshard import Ranks, ranks_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed import HashStore
 
 META: dict[str, Any] = {"tokens": 128, "updates": 2, "fields": {}}
 STALL_S = 10.0
@@ -394,19 +394,8 @@ def test_a_signal_waits_for_the_save_and_a_second_one_does_not(
     assert newest(tiny().run.dir / "checkpoints")[0] == 3
 
 
-class Ranks:
-    """Groups of several ranks in one process that have a store and nothing else in common."""
-
-    def __init__(self, number: int) -> None:
-        store = HashStore()
-        self.groups = [_Storing(Layout(dp=number, ep=number, rank=r), store) for r in range(number)]
-
-
-class _Storing(Groups):
-    """Waits for others without collectives, which need a process each."""
-
-    def all_say(self, yes: bool) -> bool:
-        return yes
+def ranks_that_save(number: int) -> Ranks:
+    return Ranks(ranks_of(Layout(dp=number, ep=number)))
 
 
 def savers(root: Path, ranks: Ranks, keep: int = 2) -> list[Saver]:
@@ -432,7 +421,7 @@ def settle(all_savers: list[Saver]) -> list[Exception | None]:
 
 
 def test_ranks_complete_a_folder_by_letters_and_leave_none_behind(tmp_path: Path) -> None:
-    ranks = Ranks(3)
+    ranks = ranks_that_save(3)
     three = savers(tmp_path, ranks)
     kept = []
     for step in range(1, 6):
@@ -460,7 +449,7 @@ def test_a_rank_that_fails_is_told_to_all_and_the_next_save_is_whole(
         real(file, body)
 
     monkeypatch.setattr(folders, "_save_tensors", fails)
-    three = savers(tmp_path, Ranks(3))
+    three = savers(tmp_path, ranks_that_save(3))
     begin(three, 1)
     assert settle(three) == [None] * 3
     begin(three, 2)
@@ -479,7 +468,7 @@ def test_without_a_rank_nothing_is_completed_and_leaving_has_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nmoe_train.checkpoint.saver.PATIENCE_S", 0.3)
-    two = savers(tmp_path, Ranks(2))
+    two = savers(tmp_path, ranks_that_save(2))
     two[0].begin(1, {"model.0": torch.ones(3)}, META)
     assert two[0].leave(wait=True) is None
     time.sleep(0.1)

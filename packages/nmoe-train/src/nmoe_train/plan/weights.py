@@ -115,7 +115,7 @@ class WeightCounter:
                     held=layers,
                     tensor=self.tensor,
                     expert_tensor=self.expert_tensor,
-                    expert_parallel=_Owner(experts),  # type: ignore[arg-type]  # all it asks
+                    expert_parallel=ExpertOwner(experts),  # type: ignore[arg-type]  # all it asks
                 )
         return self._models[key]
 
@@ -144,11 +144,12 @@ def _numbers(box: Box) -> int:
 
 
 @dataclass(frozen=True)
-class _Owner:
+class ExpertOwner:
     """A rank of an expert-parallel group, as far as a model without numbers asks."""
 
     local_experts: range
 
     @property
     def experts_local(self) -> int:
+        """How many experts it has."""
         return len(self.local_experts)
