@@ -1,5 +1,6 @@
 """Two network namespaces joined by a cable that can be pulled: two hosts, as far as TCP knows."""
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +8,18 @@ from contextlib import contextmanager
 INTERFACE = "nmoe0"
 
 
+REFUSALS = (
+    "Operation not permitted",
+    "Permission denied",
+    "Operation not supported",
+    "Function not implemented",
+    "Unknown device type",
+)
+"""What `ip` says where this user may make no namespaces or cables, or the kernel has none."""
+
+
 class NotPermitted(Exception):
-    """The kernel, or whoever runs this, allows no network namespaces."""
+    """The kernel has no network namespaces, or whoever runs this may not make them."""
 
 
 class TwoHosts:
@@ -40,16 +51,13 @@ def address(host: int) -> str:
 
 @contextmanager
 def two_hosts(name: str) -> Iterator[TwoHosts]:
-    """Two connected hosts for as long as it lasts. Raises NotPermitted."""
+    """Two connected hosts for as long as it lasts.
+
+    Raises NotPermitted where there can be none, CalledProcessError for any other failure of `ip`.
+    """
     names = (f"{name}-0", f"{name}-1")
     try:
-        for namespace in names:
-            _ip("netns", "add", namespace)
-        ends = [("name", INTERFACE, "netns", namespace) for namespace in names]
-        _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        for host, namespace in enumerate(names):
-            _ip("-n", namespace, "address", "add", f"{address(host)}/24", "dev", INTERFACE)
-            _ip("-n", namespace, "link", "set", "lo", "up")
+        _make(names)
         hosts = TwoHosts(names)
         hosts.connect()
         yield hosts
@@ -58,10 +66,27 @@ def two_hosts(name: str) -> Iterator[TwoHosts]:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
 
-def _ip(*words: str) -> None:
+def _make(names: tuple[str, str]) -> None:
+    """The namespaces, each with an end of the cable."""
+    if shutil.which("ip") is None:
+        raise NotPermitted("there is no `ip` command")
     try:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise NotPermitted("there is no `ip` command") from error
+        for namespace in names:
+            _ip("netns", "add", namespace)
+        ends = [("name", INTERFACE, "netns", namespace) for namespace in names]
+        _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+    except subprocess.CalledProcessError as error:
+        if any(refusal in error.stderr for refusal in REFUSALS):
+            raise NotPermitted(error.stderr.strip()) from error
+        raise
+    for host, namespace in enumerate(names):
+        _ip("-n", namespace, "address", "add", f"{address(host)}/24", "dev", INTERFACE)
+        _ip("-n", namespace, "link", "set", "lo", "up")
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NotPermitted(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        error = subprocess.CalledProcessError(done.returncode, done.args, stderr=done.stderr)
+        error.add_note(done.stderr.strip())
+        raise error
