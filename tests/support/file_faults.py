@@ -4,21 +4,44 @@ Reads change nothing, so that a kill beside them is a kill before the next chang
 end half-way, which counts as a point of its own.
 """
 
+import fcntl
 import io
+import mmap
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from nmoe_train.checkpoint.direct import BLOCK, O_DIRECT
 
 CALLS = ("open", "fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "close")
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
+def takes_direct(folder: Path) -> bool:
+    """Whether files there can be written past the page cache."""
+    descriptor = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT)
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | O_DIRECT)
+        return os.write(descriptor, mmap.mmap(-1, BLOCK)) > 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+        (folder / "probe").unlink()
+
+
 class DeadlyFiles:
-    """From `install` on, this process kills itself at the n-th point; `points` counts them."""
+    """From `install` on, this process kills itself at the n-th point; `points` counts them.
+
+    `direct_writes` counts the writes past the page cache. One that ends half-way must end between
+    two blocks, as they do on a disk: chunks are to have an even number of them.
+    """
 
     def __init__(self, deadly: int) -> None:
-        self.points, self._deadly = 0, deadly
+        self.points, self.direct_writes, self._deadly = 0, 0, deadly
 
     def install(self) -> None:
         """Replaces the functions of `os` and `io`, for good."""
@@ -31,6 +54,7 @@ class DeadlyFiles:
             if self.points + 1 == self._deadly:
                 real_write(descriptor, memoryview(data).cast("B")[: len(data) // 2])
             self._point()
+            self.direct_writes += bool(O_DIRECT & fcntl.fcntl(descriptor, fcntl.F_GETFL))
             return real_write(descriptor, data)
 
         def opened(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:

@@ -1,7 +1,6 @@
 """A save costs the training a copy of its state, and nothing that the storage does reaches it."""
 
 import errno
-import mmap
 import os
 import resource
 import signal
@@ -15,6 +14,7 @@ import nmoe_train.checkpoint.direct as direct
 import nmoe_train.checkpoint.folder as folders
 import pytest
 import torch
+from file_faults import takes_direct
 from nmoe_data.errors import DataError
 from nmoe_data.files import sha256_file
 from nmoe_train.checkpoint import Saved, Saver, complete_checkpoints, newest_sound_checkpoint
@@ -100,19 +100,6 @@ def test_a_body_is_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.Mo
         assert sha256_file(tmp_path / f"got-{chunk}") == body.sha256
     with pytest.raises(FileExistsError):
         Body(tensors).write(tmp_path / "want")
-
-
-def takes_direct(folder: Path) -> bool:
-    """Whether files there can be written past the page cache."""
-    descriptor = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT)
-    try:
-        flags = direct.fcntl.fcntl(descriptor, direct.fcntl.F_GETFL)
-        direct.fcntl.fcntl(descriptor, direct.fcntl.F_SETFL, flags | direct.O_DIRECT)
-        return os.write(descriptor, mmap.mmap(-1, direct.BLOCK)) > 0
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def test_a_disk_that_fills_up_within_a_chunk_is_told_by_its_own_error(
