@@ -11,7 +11,9 @@ from nviz.charts import (
     Panel,
     View,
     add_baseline,
+    base_figure,
     panel_figure,
+    tell_apart,
 )
 from nviz.queries import curves
 from nviz.queries.curves import Table
@@ -92,6 +94,40 @@ def test_earlier_attempts_are_drawn_dotted_on_request_only(root: Path) -> None:
     dotted = [trace for trace in asked.figure.data if trace.line.dash == "dot"]
     assert [list(trace.x) for trace in dotted] == [[5, 6, 7, 8, 9]] * 2
     assert [trace.showlegend for trace in dotted] == [True, False]
+
+
+def dashes_of(*lines: tuple[np.ndarray, np.ndarray], log: bool = False) -> list[str | None]:
+    """How the lines are dashed once they are told apart."""
+    figure = base_figure(100)
+    for at, (x, y) in enumerate(lines):
+        figure.add_scatter(x=x, y=y, name=str(at), mode="lines")
+    tell_apart(figure, log)
+    return [line.line.dash for line in figure.data]
+
+
+def test_only_lines_that_look_like_one_are_dashed() -> None:
+    x = np.arange(100.0)
+    y = np.sin(x / 20)
+    assert dashes_of((x, y), (x[::3], y[::3]), (x[:60], y[:60])) == [None, "dash", "dot"]
+    assert dashes_of((x, y), (x, y + 0.02)) == [None, None]
+    assert dashes_of((x, y), (x + 90, np.sin((x + 90) / 20))) == [None, None], "they share little"
+    assert dashes_of((x, y), (x, np.where(x < 80, y, 3.0))) == [None, None]
+    assert dashes_of((x, y), (x[:1], y[:1])) == [None, None], "a point"
+    assert dashes_of((x, np.full(100, 3.0)), (x, np.full(100, 3.0))) == [None, "dash"]
+    # Far below the others they are apart on a log scale alone.
+    high, low, lower = np.full(100, 1.0), np.full(100, 1e-5), np.full(100, 1e-6)
+    assert dashes_of((x, high), (x, low), (x, lower)) == [None, None, "dash"]
+    assert dashes_of((x, high), (x, low), (x, lower), log=True) == [None, None, None]
+
+
+def test_an_earlier_attempt_under_a_curve_leaves_it_whole(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.append(*[record(step) for step in range(10)])
+    run.append(*[record(step) for step in range(10)], attempt=2)
+    table = curves.table_of(ColumnReader().rows(run.path, ["loss/train"]))
+    asked = panel_figure(table, LOSS, View(earlier=True))
+    assert asked is not None
+    assert [line.line.dash for line in asked.figure.data] == ["dot", None]
 
 
 @pytest.mark.parametrize(

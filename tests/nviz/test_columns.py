@@ -154,6 +154,16 @@ def test_the_metrics_of_a_run_are_those_of_its_newest_files(root: Path) -> None:
     assert ColumnReader().metrics(run.path) == ["live", "sealed"]
 
 
+def test_metrics_that_only_an_earlier_attempt_recorded_are_named_too(root: Path) -> None:
+    run = RunFolder(root, "a")
+    run.seal({"step": 0, "sealed first": 1.0})
+    run.append({"step": 1, "live first": 1.0})
+    run.seal({"step": 1, "sealed later": 1.0}, attempt=2)
+    run.append({"step": 2, "live later": 1.0}, attempt=2, rank=0)
+    found = ColumnReader().metrics(run.path)
+    assert found == ["live first", "live later", "sealed first", "sealed later"]
+
+
 def test_the_oldest_used_leave_first() -> None:
     kept: Recent[str, str] = Recent(10, len)
     for name in ("a", "b", "c"):

@@ -65,6 +65,63 @@ def test_a_line_follows_its_run_and_an_unchanged_one_is_not_read_again(
     assert draw().x.tolist() == [0, 1]
 
 
+def resumed(root: Path) -> RunFolder:
+    """A run of three attempts; the first one alone recorded `extra`."""
+    run = RunFolder(root, "again", attempt=3)
+    run.append(*[record(i, loss=9.0, extra=float(i)) for i in range(20)])
+    run.append(*[record(i, loss=5.0) for i in range(10, 18)], attempt=2)
+    run.append(*[record(i, loss=1.0) for i in range(15, 30)], attempt=3)
+    return run
+
+
+def test_what_a_later_attempt_did_again_is_drawn_on_request(root: Path) -> None:
+    resumed(root)
+    lines = compare.Lines(ColumnReader())
+    for _ in range(2):
+        plain = lines.draw(runs_of(root), ["loss/train"], "step", 0.0)[0]["loss/train"][0]
+        asked = lines.draw(runs_of(root), ["loss/train"], "step", 0.0, True)[0]["loss/train"][0]
+        assert plain.x.tolist() == asked.x.tolist() == list(range(30))
+        assert plain.y.tolist() == [9.0] * 10 + [5.0] * 5 + [1.0] * 15
+        assert len(plain.earlier_x) == 0
+        gap = [math.nan]
+        np.testing.assert_array_equal(asked.earlier_x, [*range(10, 20), *gap, 15, 16, 17, *gap])
+        np.testing.assert_array_equal(asked.earlier_y, [9.0] * 10 + gap + [5.0] * 3 + gap)
+    table = compare.arrow([asked])
+    assert table["superseded"].to_pylist() == [False] * 30 + [True] * 13
+    assert table["y"].to_pylist()[30:] == [9.0] * 10 + [5.0] * 3
+
+
+def test_the_page_offers_earlier_attempts_and_the_metrics_that_they_alone_recorded(
+    root: Path, open_page: Open
+) -> None:
+    RunFolder(root, "once").append(*map(record, range(30)))
+    resumed(root)
+    chosen = {"runs": ["again", "once"], "metrics": ["extra", "loss/train"], "smooth": "Off"}
+    extra, loss = figures(open_page("compare", **chosen))
+    assert names(extra) == {"again"} and names(loss) == {"again", "once"}
+    _, loss = figures(open_page("compare", earlier="true", **chosen))
+    assert names(loss) == {"again", "again, earlier", "once"}
+    dashes = {line["name"]: line["line"]["dash"] for line in loss["data"]}
+    assert dashes["again, earlier"] not in ("solid", dashes["again"])
+    alone = open_page("compare", runs=["once"], earlier="true")
+    assert [item.label for item in alone.toggle] == ["Log"]
+    by_group = open_page("compare", by="Each group", earlier="true", **chosen)
+    assert [item.label for item in by_group.toggle] == ["Log"]
+
+
+def test_lines_on_one_another_are_dashed_and_named(root: Path, open_page: Open) -> None:
+    for name, steps in (("a", 60), ("b", 60), ("c", 40)):
+        RunFolder(root, name).append(*map(record, range(steps)))
+    other = [record(i, lr__dense=1e-4) for i in range(60)]
+    RunFolder(root, "other").append(*other)
+    app = open_page("compare", runs=["a", "other", "b", "c"], metrics=["lr/dense"], smooth="Off")
+    (figure,) = figures(app)
+    dashes = {line["name"]: line["line"]["dash"] for line in figure["data"]}
+    assert (dashes["a"], dashes["other"]) == ("solid", "solid")
+    assert len({dashes["a"], dashes["b"], dashes["c"]}) == 3
+    assert "3 lines lie on one another, dashed so that each shows: a, b, c." in texts(app)
+
+
 def test_a_band_is_the_mean_and_the_extremes_of_its_runs(root: Path) -> None:
     for seed in range(4):
         seeded(root, seed, steps=compare.GRID)

@@ -106,6 +106,7 @@ def panel_figure(table: Table, panel: Panel, view: View) -> Drawing | None:
     if all(y >= 0 for trace in figure.data for y in trace.y):
         # A constant would stand in the middle of a range that begins below zero.
         figure.update_yaxes(rangemode="nonnegative")
+    tell_apart(figure, log=view.log and panel.log)
     if view.log and panel.log:
         _use_log_scale(figure)
     if not figure.layout.showlegend:
@@ -261,6 +262,8 @@ def _add_bad(figure: go.Figure, found: Curve, label: str) -> None:
 
 
 DASHES = ("solid", "dash", "dot", "dashdot")
+# Lines closer than this part of a chart's height, a pixel or two, look like one.
+SAME = 200
 
 
 def line_style(at: int, dark: bool) -> dict[str, object]:
@@ -289,11 +292,74 @@ def compare_figure(found: list[Line], styles: dict[str, int], view: View) -> go.
                 hovertemplate="%{y:.5g}",
             )
         )
+        if len(line.earlier_x):
+            _add_earlier_line(figure, line, unit, style["color"])
         if len(line.bad_x):
             places = Curve(line.x / unit, line.y, line.bad_x / unit, line.bad_x, line.bad_words)
             _add_bad(figure, places, name)
     _finish_comparison(figure, title, view, many=len(found) > MOST_NAMED)
     return figure
+
+
+def _add_earlier_line(figure: go.Figure, line: Line, unit: float, colour: object) -> None:
+    figure.add_trace(
+        go.Scatter(
+            x=line.earlier_x / unit,
+            y=line.earlier_y,
+            name=html.escape(f"{line.label}, earlier"),
+            mode="lines",
+            line={"color": colour, "width": 1.2, "dash": "2px,3px"},
+            opacity=0.8,
+            showlegend=False,
+            hovertemplate="%{y:.5g}",
+        )
+    )
+
+
+def tell_apart(figure: go.Figure, log: bool = False) -> list[list[str]]:
+    """Dashes the lines of `figure` that lie on another one, so that it shows through the gaps.
+
+    Returns the names of the lines that lie on one another. Two do where they share half of the
+    shorter one's width, and nowhere there are farther apart than a `SAME`-th of the chart's height.
+    """
+    lines = [
+        (trace, np.asarray(trace.x, dtype=np.float64), _height(trace.y, log))
+        for trace in figure.data
+        if trace.mode == "lines"
+        and trace.showlegend is not False
+        # An earlier attempt is dotted anyway.
+        and trace.legendgroup is None
+        and len(trace.x) > 1
+    ]
+    heights = np.concatenate([y[np.isfinite(y)] for _, _, y in lines] or [np.zeros(0)])
+    near = np.ptp(heights) / SAME if len(heights) else 0.0
+    groups: list[list[tuple[go.Scatter, Array, Array]]] = []
+    for line in lines:
+        group = next((g for g in groups if _lie_on_one_another(g[0][1:], line[1:], near)), None)
+        if group is None:
+            groups.append([line])
+        else:
+            group.append(line)
+            line[0].line.dash = DASHES[1 + (len(group) - 2) % (len(DASHES) - 1)]
+    return [[html.unescape(trace.name) for trace, *_ in group] for group in groups if group[1:]]
+
+
+def _height(y: object, log: bool) -> Array:
+    found = np.asarray(y, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log10(found) if log else found
+
+
+def _lie_on_one_another(one: tuple[Array, Array], other: tuple[Array, Array], near: float) -> bool:
+    (x, y), (other_x, other_y) = one, other
+    first, last = max(x[0], other_x[0]), min(x[-1], other_x[-1])
+    shorter = min(x[-1] - x[0], other_x[-1] - other_x[0])
+    if last <= first or last - first < shorter / 2:
+        return False
+    shared = np.unique(np.concatenate([x, other_x]))
+    shared = shared[(shared >= first) & (shared <= last)]
+    apart = np.abs(np.interp(shared, x, y) - np.interp(shared, other_x, other_y))
+    return bool(np.isfinite(apart).all() and (apart <= near + 1e-12).all())
 
 
 def band_figure(found: list[Band], view: View) -> go.Figure:

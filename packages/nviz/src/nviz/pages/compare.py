@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import streamlit as st
 
 from nviz import formats, shell
-from nviz.charts import View, band_figure, compare_figure
+from nviz.charts import View, band_figure, compare_figure, tell_apart
 from nviz.queries import compare
 from nviz.queries.compare import Grouping, Line
 from nviz.queries.curves import AXIS_COLUMNS, Axis
@@ -67,8 +67,9 @@ def choose_metrics(chosen: Sequence[Run]) -> list[str]:
     )
 
 
-def controls() -> tuple[View, Grouping]:
+def controls(chosen: Sequence[Run]) -> tuple[View, Grouping]:
     """How to draw; the values live in the address."""
+    earlier = False
     with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
         axis = st.selectbox("Along", list(AXES), key="x", bind="query-params", width=92)
         smoothing = st.selectbox(
@@ -89,7 +90,14 @@ def controls() -> tuple[View, Grouping]:
             width=128,
         )
         log = st.toggle("Log", key="log", bind="query-params")
-    view = View(AXES[axis], SMOOTHING[smoothing], log, dark=shell.is_dark())
+        if GROUPINGS[grouping] == "run" and any(run.attempt > 1 for run in chosen):
+            earlier = st.toggle(
+                "Earlier",
+                key="earlier",
+                bind="query-params",
+                help="Also draw, dotted, the steps that a later attempt did again",
+            )
+    view = View(AXES[axis], SMOOTHING[smoothing], log, earlier, dark=shell.is_dark())
     return view, GROUPINGS[grouping]
 
 
@@ -108,7 +116,7 @@ def draw(keys: Sequence[str], metrics: Sequence[str], view: View, grouping: Grou
         st.warning(f"No longer there, moved or deleted: {gone}.")
     chosen = dict(zip(compare.labels(present), present, strict=True))
     lines = _lines(str(space.root))
-    found, problems = lines.draw(chosen, metrics, view.axis, view.smoothing)
+    found, problems = lines.draw(chosen, metrics, view.axis, view.smoothing, view.earlier)
     for metric in metrics:
         show(metric, chosen, found[metric], view, grouping)
     shell.show_problems(problems)
@@ -132,26 +140,40 @@ def show(
     if single:
         styles = {label: at for at, label in enumerate(chosen)}
         figure = compare_figure(drawn, styles, view)
+        together = tell_apart(figure, view.log)
         shell.chart(figure, f"compare {metric}", f"{metric} of {len(drawn)} runs")
         shell.csv_button(f"compare {metric}", lambda: compare.arrow(drawn))
     else:
-        show_bands(metric, chosen, view, grouping)
+        together = show_bands(metric, chosen, view, grouping)
     treated = "marked by crosses" if single else "left out of the means"
-    notes = bad_notes(drawn, treated) + ([missing_note(without)] if without else [])
+    notes = [same_note(labels) for labels in together]
+    notes += bad_notes(drawn, treated) + ([missing_note(without)] if without else [])
     if notes:
         st.caption("  \n".join(notes))
 
 
-def show_bands(metric: str, chosen: Mapping[str, Run], view: View, grouping: Grouping) -> None:
-    """One line for each group of runs, with their spread."""
+def show_bands(
+    metric: str, chosen: Mapping[str, Run], view: View, grouping: Grouping
+) -> list[list[str]]:
+    """One line for each group of runs, with their spread; returns the lines on one another."""
     rows = compare.read(chosen, [metric], shell.workspace().columns)
     groups = compare.groups(chosen, grouping)
     made = compare.bands(rows, groups, metric, view.axis, view.smoothing)
-    shell.chart(band_figure(made, view), f"compare {metric}", f"{metric} of {len(made)} groups")
+    figure = band_figure(made, view)
+    together = tell_apart(figure, view.log)
+    shell.chart(figure, f"compare {metric}", f"{metric} of {len(made)} groups")
     shell.csv_button(f"compare {metric}", lambda: compare.band_arrow(made))
     shorter = [formats.escaped(band.label) for band in made if band.shrinks]
     if shorter:
         st.caption(f"Not all runs reach the end; the line goes on with the rest: {shorter[0]}.")
+    return together
+
+
+def same_note(labels: Sequence[str]) -> str:
+    """Which lines lie on one another."""
+    first = ", ".join(formats.escaped(label) for label in labels[:4])
+    more = f" and {len(labels) - 4} more" if len(labels) > 4 else ""
+    return f"{len(labels)} lines lie on one another, dashed so that each shows: {first}{more}."
 
 
 def bad_notes(drawn: Sequence[Line], treated: str) -> list[str]:
@@ -192,7 +214,7 @@ def page() -> None:
         st.stop()
     with narrow:
         metrics = choose_metrics(chosen)
-        view, grouping = controls()
+        view, grouping = controls(chosen)
     if not metrics:
         st.info("These runs recorded no metric yet." if not chosen else "Choose a metric above.")
         st.stop()

@@ -5,7 +5,7 @@ Letters: R runs of a group, G points of the grid on which they are brought toget
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from nviz.queries.curves import (
     AXIS_COLUMNS,
     Array,
     Axis,
+    Curve,
     Table,
     curve,
     downsample,
@@ -40,13 +41,18 @@ SEEDS = (("run", "seed"), ("run", "dir"), ("run", "name"), ("run", "tags"), ("ru
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One run's curve of one metric, down-sampled; `bad` are the non-finite values' places."""
+    """One run's curve of one metric, down-sampled; `bad` are the non-finite values' places.
+
+    `earlier_x`, `earlier_y` are what a later attempt did again, a NaN between two attempts.
+    """
 
     label: str
     x: Array
     y: Array
     bad_x: Array
     bad_words: list[str]
+    earlier_x: Array = field(default_factory=lambda: np.zeros(0))
+    earlier_y: Array = field(default_factory=lambda: np.zeros(0))
 
     @property
     def is_empty(self) -> bool:
@@ -70,6 +76,16 @@ class Band:
     shrinks: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a curve is made of a run's rows: see `Lines.draw`; `buckets` as in `downsample`."""
+
+    axis: Axis
+    smoothing: float
+    buckets: int
+    earlier: bool
+
+
 class Lines:
     """Down-sampled curves of runs, made again only where a run's files changed.
 
@@ -79,18 +95,27 @@ class Lines:
     def __init__(self, columns: ColumnReader) -> None:
         self._columns = columns
         self._known: Recent[tuple[object, ...], Line] = Recent(
-            MOST_BYTES, lambda line: 400 + 16 * len(line.x) + 80 * len(line.bad_x)
+            MOST_BYTES,
+            lambda line: 400 + 16 * (len(line.x) + len(line.earlier_x)) + 80 * len(line.bad_x),
         )
 
     def draw(
-        self, runs: Mapping[str, Run], metrics: Sequence[str], axis: Axis, smoothing: float
+        self,
+        runs: Mapping[str, Run],
+        metrics: Sequence[str],
+        axis: Axis,
+        smoothing: float,
+        earlier: bool = False,
     ) -> tuple[dict[str, list[Line]], list[str]]:
-        """Each metric's curves of `runs`, given by label, and what could not be read."""
+        """Each metric's curves of `runs`, given by label, and what could not be read.
+
+        With `earlier` also what later attempts did again.
+        """
         buckets = max(40, MOST_POINTS // (2 * max(1, len(runs))))
         with ThreadPoolExecutor(READERS) as pool:
+            shape = Shape(axis, smoothing, buckets, earlier)
             made = pool.map(
-                lambda item: self._of_run(item[0], item[1], metrics, axis, smoothing, buckets),
-                runs.items(),
+                lambda item: self._of_run(item[0], item[1], metrics, shape), runs.items()
             )
         found: dict[str, list[Line]] = {metric: [] for metric in metrics}
         problems = []
@@ -101,24 +126,18 @@ class Lines:
         return found, problems
 
     def _of_run(
-        self,
-        label: str,
-        run: Run,
-        metrics: Sequence[str],
-        axis: Axis,
-        smoothing: float,
-        buckets: int,
+        self, label: str, run: Run, metrics: Sequence[str], shape: Shape
     ) -> tuple[dict[str, Line], list[str]]:
-        base = (run.folder, self._columns.signatures(run.folder), axis, smoothing, buckets)
+        base = (run.folder, self._columns.signatures(run.folder), shape)
         lines = {metric: self._known.get((*base, metric)) for metric in metrics}
         missing = [metric for metric, line in lines.items() if line is None]
         problems: list[str] = []
         if missing:
             rows = self._columns.rows(run.folder, [*missing, *AXIS_NAMES])
-            table = table_of(rows, axis)
+            table = table_of(rows, shape.axis)
             problems = [f"{label}: {line}" for line in rows.problems]
             for metric in missing:
-                line = _line(label, table, metric, smoothing, buckets)
+                line = _line(label, table, metric, shape)
                 # A file that could not be read may be readable next time.
                 if not problems:
                     self._known.put((*base, metric), line)
@@ -126,12 +145,30 @@ class Lines:
         return {m: replace(line, label=label) for m, line in lines.items() if line}, problems
 
 
-def _line(label: str, table: Table, metric: str, smoothing: float, buckets: int) -> Line:
+def _line(label: str, table: Table, metric: str, shape: Shape) -> Line:
+    none = np.zeros(0)
     if metric not in table.present:
-        return Line(label, np.zeros(0), np.zeros(0), np.zeros(0), [])
+        return Line(label, none, none, none, [])
     whole = curve(table, metric, ~table.superseded)
-    x, y = downsample(whole.x, smooth(whole.y, smoothing), buckets)
-    return Line(label, x, y, whole.bad_x, whole.bad_words)
+    x, y = _drawn(whole, shape)
+    earlier_x, earlier_y = _earlier(table, metric, shape) if shape.earlier else (none, none)
+    return Line(label, x, y, whole.bad_x, whole.bad_words, earlier_x, earlier_y)
+
+
+def _drawn(whole: Curve, shape: Shape) -> tuple[Array, Array]:
+    return downsample(whole.x, smooth(whole.y, shape.smoothing), shape.buckets)
+
+
+def _earlier(table: Table, metric: str, shape: Shape) -> tuple[Array, Array]:
+    """The superseded rows of each attempt, one after the other, with a gap behind each."""
+    gap = np.full(1, np.nan)
+    xs, ys = [np.zeros(0)], [np.zeros(0)]
+    for attempt in np.unique(table.attempt[table.superseded]):
+        rows = table.superseded & (table.attempt == attempt)
+        x, y = _drawn(curve(table, metric, rows), shape)
+        xs += [x, gap]
+        ys += [y, gap]
+    return np.concatenate(xs), np.concatenate(ys)
 
 
 def read(runs: Mapping[str, Run], metrics: Sequence[str], columns: ColumnReader) -> dict[str, Rows]:
@@ -237,14 +274,19 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def arrow(found: Sequence[Line]) -> pa.Table:
-    """The drawn points as rows of run, x and y, for a download."""
-    return pa.table(
+    """The drawn points as rows of run, x, y, and whether a later attempt did the step again."""
+    parts = [(line.label, line.x, line.y, False) for line in found]
+    parts += [(line.label, line.earlier_x, line.earlier_y, True) for line in found]
+    table = pa.table(
         {
-            "run": [line.label for line in found for _ in range(len(line.x))],
-            "x": _joined([line.x for line in found]),
-            "y": _joined([line.y for line in found]),
+            "run": [label for label, x, _, _ in parts for _ in range(len(x))],
+            "x": _joined([x for _, x, _, _ in parts]),
+            "y": _joined([y for _, _, y, _ in parts]),
+            "superseded": [earlier for _, x, _, earlier in parts for _ in range(len(x))],
         }
     )
+    # Without the gaps between attempts.
+    return table.filter(pa.array(np.isfinite(table["x"].to_numpy())))
 
 
 def band_arrow(found: Sequence[Band]) -> pa.Table:

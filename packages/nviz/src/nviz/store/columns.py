@@ -99,10 +99,10 @@ class ColumnReader:
         return sorted({file.rank for file in _files(folder) if file.signature[1]})
 
     def metrics(self, folder: Path, rank: int | None = None) -> list[str]:
-        """Names of the metrics that the newest files of a rank hold, sorted."""
+        """Names of the metrics that the newest files of each attempt of a rank hold, sorted."""
         names: set[str] = set()
-        newest = [file for file in files_of_rank(folder, rank) if file.signature[1]]
-        for file in newest[-1:] + [file for file in newest if file.sealed][-1:]:
+        files = [file for file in files_of_rank(folder, rank) if file.signature[1]]
+        for file in {(file.attempt, file.sealed): file for file in files}.values():
             try:
                 names |= set(self._columns_of(file))
             except (OSError, pa.ArrowException):
