@@ -1,6 +1,7 @@
 """The served dashboard in a real Chromium: pages open, follow a run, and stay on this machine."""
 
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -139,6 +140,22 @@ def test_the_other_pages_open_from_the_menu_and_keep_the_run(page: Page, served:
     expect(page).to_have_url(re.compile(r"/router\?run=sweep(/|%2F)done"))
     page.get_by_role("link", name="SQL").click()
     expect(page.get_by_test_id("stDataFrame").first).to_contain_text("sweep/done")
+
+
+@pytest.mark.parametrize(
+    ("address", "status"), [("run", "running"), ("run", "completed"), ("configuration", "failed")]
+)
+def test_a_page_says_that_its_run_was_deleted(
+    page: Page, served: Served, address: str, status: str
+) -> None:
+    name = f"doomed-{address}-{status}"
+    run = trained(served.runs, name, steps=120, status=status)
+    page.goto(f"{served.address}/{address}?run={name}")
+    shown = page.get_by_test_id("stPlotlyChart" if address == "run" else "stDataFrame").first
+    expect(shown).to_be_visible()
+    shutil.rmtree(run.path)
+    expect(page.get_by_text("There is no run")).to_be_visible(timeout=60_000)
+    expect(shown).to_have_count(0)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -15,6 +15,7 @@ from nviz.queries import gpus
 from nviz.store.gpus import READINGS, gpu_files, open_gpus
 from run_extras import write_gpus
 from run_folder import START, RunFolder
+from streamlit.testing.v1 import AppTest
 
 __all__ = ["open_page"]
 
@@ -163,3 +164,30 @@ def test_odd_columns_break_nothing(root: Path, open_page: Open) -> None:
     assert "no columns rank and time_unix_s" in texts(open_page("gpus", run="a"))
     pq.write_table(pa.table({"rank": [], "time_unix_s": []}), run.path / "gpu.parquet")
     assert "No reading yet" in texts(open_page("gpus", run="a"))
+
+
+def downloads(app: AppTest) -> set[str]:
+    """Keys of a page's download buttons."""
+    return {str(item.proto.id).rsplit("-", 1)[-1] for item in app.get("download_button")}
+
+
+@pytest.mark.parametrize("ranks", [2, 12])
+def test_each_chart_has_its_values_as_a_download(root: Path, open_page: Open, ranks: int) -> None:
+    write_gpus(run := RunFolder(root, "a"), {rank: noise(50, rank) for rank in range(ranks)})
+    keys = downloads(open_page("gpus", run="a"))
+    assert {"csv gpu Utilisation", "csv gpu Temperature", "csv gpus"} <= keys
+    name = "utilisation_percent"
+    table = gpus.readings_arrow(gpus.readings(opened(run), name), name)
+    assert table.column_names == ["rank", "time_unix_s", name]
+    assert table.num_rows == 50 * ranks
+    assert table.to_pylist()[50]["rank"] == 1
+    assert table[name].to_pylist()[:50] == noise(50, 0)
+    found = gpus.reading_map(opened(run), name)
+    means = gpus.map_arrow(found, name)
+    assert means.num_rows == np.isfinite(found.value_RB).sum()
+    last = means.to_pylist()[-1]
+    assert last == {
+        "rank": ranks - 1,
+        "time_unix_s": found.time_unix_s_B[-1],
+        name: found.value_RB[-1, -1],
+    }

@@ -226,6 +226,36 @@ def test_examples_follow_the_thresholds_and_the_chosen_band(full: Path, open_pag
     assert not none.expander and "No example lies in this band" in words(none)
 
 
+def test_each_chart_has_its_values_as_a_download(full: Path, open_page: Open) -> None:
+    wanted = {
+        "labels": {"csv scores"},
+        "heads": {"csv acceptance"},
+        "filtered": {"csv quality", "csv predicted scores"},
+        "report": {"csv agreement", "csv acceptance"},
+    }
+    for name, keys in wanted.items():
+        buttons = open_page(folder=f"corpus/{name}").get("download_button")
+        assert {str(item.proto.id).rsplit("-", 1)[-1] for item in buttons} == keys
+    scores = hydra.score_counts(full / "corpus" / "labels")
+    rows = hydra.scores_arrow(scores).to_pylist()
+    assert [row["count"] for row in rows] == scores.count_DS.ravel().tolist()
+    assert rows[-1]["dimension"] == scores.dimensions[-1] and rows[-1]["score"] == 5
+    quality = hydra.quality_counts(full / "corpus" / "filtered")
+    found = hydra.quality_arrow(quality)
+    assert sum(found["documents"].to_pylist()) == sum(c.sum() for c in quality.count_B.values())
+    assert found["to"].to_pylist()[: hydra.BINS][-1] == 1.0
+    report = json.loads((full / "corpus" / "report" / "report.json").read_text())
+    marks = hydra.acceptance(report["acceptance"])
+    assert marks is not None
+    curve = hydra.acceptance_arrow(marks)
+    assert curve["precision low"].to_pylist() == marks.bounds["precision"][0]
+    agreed = hydra.agreements(report)
+    table = hydra.agreements_arrow(agreed)
+    assert table.num_rows == sum(len(item.numbers) for item in agreed) > 0
+    assert hydra.agreements_arrow([]).num_rows == 0
+    assert hydra.quality_arrow(hydra.Quality(quality.edge_B1, {})).num_rows == 0
+
+
 def test_text_of_documents_stays_text(full: Path, open_page: Open) -> None:
     app = open_page(folder="corpus/report")
     assert any(ATTACK.strip() in item.value for item in app.code)

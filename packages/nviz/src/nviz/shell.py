@@ -34,6 +34,8 @@ from nviz.store.remote import MirrorState, mirror_of, shown
 from nviz.variables import RULES_VARIABLE, RUNS_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
 
 REFRESH_S = 2.0
+# How often a page looks whether what it shows is still there.
+GONE_S = 5.0
 BADGE_COLOURS = {
     "running": "blue",
     "completed": "green",
@@ -209,7 +211,21 @@ def choose_run(title: str | None, line: str) -> Run:
     st.session_state["last_run"] = key
     if st.query_params.get("run") != key:
         st.query_params["run"] = key
-    return runs[key]
+    run = runs[key]
+    notice_if(lambda: getattr(space.run(key), "identity", None) != run.identity)
+    return run
+
+
+def notice_if(is_gone: Callable[[], bool]) -> None:
+    """Draws the whole page anew once what it shows was deleted or replaced, also when nothing else
+    on it is refreshed.
+    """
+
+    def look() -> None:
+        if is_gone():
+            st.rerun()
+
+    st.fragment(look, run_every=GONE_S)()
 
 
 def _run_selector(runs: dict[str, Run], key: str) -> None:
@@ -244,11 +260,10 @@ def _unknown_run(key: str) -> None:
 
 
 def current(run: Run) -> Run:
-    """The run as it is now; ends the page or the fragment if its folder is gone."""
+    """The run as it is now; draws the page anew if its folder is gone, which then says so."""
     found = workspace().run(run.key)
     if found is None:
-        st.warning("This run's folder is gone: it was moved or deleted while you looked at it.")
-        st.stop()
+        st.rerun()
     return found
 
 

@@ -2,8 +2,11 @@
 
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 
 import duckdb
+import plotly.graph_objects as go
 import pyarrow as pa
 import streamlit as st
 
@@ -128,12 +131,21 @@ def charts(connection: duckdb.DuckDBPyConnection, ranks: list[int], names: list[
         ):
             with column:
                 shell.section(title, line)
-                if len(ranks) > MOST_LINES:
-                    figure = reading_map_figure(gpus.reading_map(connection, name), unit)
-                else:
-                    readings = gpus.readings(connection, name)
-                    figure = readings_figure(readings, unit, shell.is_dark())
+                figure, table = drawn(connection, len(ranks), name, unit)
                 shell.chart(figure, f"gpu {title}", f"{title} of each rank's GPU over time")
+                shell.csv_button(f"gpu {title}", table)
+
+
+def drawn(
+    connection: duckdb.DuckDBPyConnection, ranks: int, name: str, unit: str
+) -> tuple[go.Figure, Callable[[], pa.Table]]:
+    """The chart of a reading, and what makes a table of the values in it."""
+    if ranks > MOST_LINES:
+        means = gpus.reading_map(connection, name)
+        return reading_map_figure(means, unit), partial(gpus.map_arrow, means, name)
+    found = gpus.readings(connection, name)
+    figure = readings_figure(found, unit, shell.is_dark())
+    return figure, partial(gpus.readings_arrow, found, name)
 
 
 def show(run: Run, connection: duckdb.DuckDBPyConnection) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import duckdb
@@ -102,6 +103,7 @@ def labels(item: HydraFolder, view: View) -> None:
         shell.section("Scores", "Share of each score by dimension. A judge that gives one score "
                       "to all teaches nothing.")  # fmt: skip
         shell.chart(score_figure(scores, view), "scores", "Share of each score by dimension")
+        shell.csv_button("scores", lambda: hydra.scores_arrow(scores))
     with right:
         shell.section("Status", "Each failure under its own name; unscored is never a low score.")
         st.dataframe(
@@ -127,6 +129,7 @@ def acceptance(calibration: object, view: View) -> Acceptance | None:
         return None
     found = dragged(found)
     shell.chart(acceptance_figure(found, view), "acceptance", "Acceptance by quality")
+    shell.csv_button("acceptance", partial(hydra.acceptance_arrow, found))
     if found.threshold:
         consequences(found)
     return found
@@ -235,6 +238,7 @@ def quality(item: HydraFolder, view: View) -> None:
         "quality",
         "Documents by quality and decision",
     )
+    shell.csv_button("quality", lambda: hydra.quality_arrow(found))
     if marks:
         drop, keep = marks.thresholds.get("drop", 0.0), marks.thresholds.get("keep", 1.0)
         counts = hydra.band_counts(item.folder, drop, keep)
@@ -260,6 +264,7 @@ def predicted(item: HydraFolder, dropped: list[Example], view: View) -> None:
         shell.chart(
             score_figure(found, view), "predicted scores", "Share of each score by dimension"
         )
+        shell.csv_button("predicted scores", lambda: hydra.scores_arrow(found))
 
 
 def report(item: HydraFolder, view: View) -> None:
@@ -278,6 +283,7 @@ def report(item: HydraFolder, view: View) -> None:
         shell.chart(
             agreement_figure(found, view), "agreement", "Spearman's correlation by dimension"
         )
+        shell.csv_button("agreement", lambda: hydra.agreements_arrow(found))
         st.dataframe(agreement_table(found), hide_index=True, key="agreement table")
     marks = acceptance(item.content.get("acceptance"), view)
     by_band(hydra.report_examples(item.content), marks)
@@ -382,6 +388,7 @@ def page() -> None:
     with right:
         item = choose(found)
     st.session_state["hydra_shown"] = item.key
+    shell.notice_if(lambda: item.key not in shell.workspace().hydra())
     unfinished = "state" in item.content and item.content["state"] != "finished"
     st.fragment(draw, run_every=shell.REFRESH_S if unfinished else None)()
 

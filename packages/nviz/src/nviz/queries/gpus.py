@@ -3,10 +3,12 @@
 Letters: R ranks, B buckets of time. Curves keep the lowest and the highest reading of every bucket.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
@@ -127,3 +129,27 @@ def latest(connection: duckdb.DuckDBPyConnection, names: list[str]) -> list[Late
         )
         for rank, time_unix_s, mean, *values in found
     ]
+
+
+def readings_arrow(found: Sequence[Readings], name: str) -> pa.Table:
+    """The drawn readings as rows of rank, time and value, for a download."""
+    none = [np.zeros(0)]
+    return pa.table(
+        {
+            "rank": [item.rank for item in found for _ in range(len(item.value))],
+            "time_unix_s": np.concatenate([item.time_unix_s for item in found] or none),
+            name: np.concatenate([item.value for item in found] or none),
+        }
+    )
+
+
+def map_arrow(found: ReadingMap, name: str) -> pa.Table:
+    """The means of a heat map as rows of rank, time and value, for a download."""
+    rows, columns = np.nonzero(np.isfinite(found.value_RB))
+    return pa.table(
+        {
+            "rank": np.array(found.ranks, dtype=np.int64)[rows],
+            "time_unix_s": found.time_unix_s_B[columns],
+            name: found.value_RB[rows, columns],
+        }
+    )

@@ -8,12 +8,14 @@ bins of quality.
 import math
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from nviz.store.parse import items, mapping, number_or_nan, parse_json
@@ -177,6 +179,50 @@ def acceptance(calibration: object) -> Acceptance | None:
             for label, found in triples.items()
         },
     )
+
+
+def scores_arrow(found: Scores) -> pa.Table:
+    """Rows of dimension, score and count, for a download."""
+    return pa.table(
+        {
+            "dimension": np.repeat(found.dimensions, found.count_DS.shape[1]),
+            "score": np.tile(np.arange(found.count_DS.shape[1]), len(found.dimensions)),
+            "count": found.count_DS.ravel(),
+        }
+    )
+
+
+def quality_arrow(found: Quality) -> pa.Table:
+    """Rows of decision, the bin's two edges and documents, for a download."""
+    bins = len(found.edge_B1) - 1
+    return pa.table(
+        {
+            "decision": np.repeat(list(found.count_B), bins),
+            "from": np.tile(found.edge_B1[:-1], len(found.count_B)),
+            "to": np.tile(found.edge_B1[1:], len(found.count_B)),
+            "documents": np.concatenate([*found.count_B.values(), np.zeros(0, dtype=np.int64)]),
+        }
+    )
+
+
+def acceptance_arrow(found: Acceptance) -> pa.Table:
+    """A row a threshold with each curve and its interval, for a download."""
+    columns = {"threshold": found.threshold}
+    for name, values in found.curves.items():
+        low, high = found.bounds[name]
+        columns |= {name: values, f"{name} low": low, f"{name} high": high}
+    return pa.table(columns)
+
+
+def agreements_arrow(found: Sequence[Agreement]) -> pa.Table:
+    """Rows of head, dimension, documents, number, value and interval, for a download."""
+    rows = [
+        (item.head, item.dimension, item.documents, name, *triple)
+        for item in found
+        for name, triple in item.numbers.items()
+    ]
+    names = ("head", "dimension", "documents", "number", "value", "low", "high")
+    return pa.table({name: [row[at] for row in rows] for at, name in enumerate(names)})
 
 
 def band_of(quality: float, drop: float, keep: float) -> str:
