@@ -13,6 +13,7 @@ import torch
 from nmoe_train.checkpoint import gather_state, state_boxes
 from nmoe_train.config import Config
 from nmoe_train.model import Transformer, initialise
+from nmoe_train.model.box import Box
 from nmoe_train.model.initialise import STACKED_EXPERTS
 from nmoe_train.model.matrices import hidden_weights
 from nmoe_train.model.tensor import TensorParallel
@@ -330,3 +331,13 @@ def test_rates_and_decay_are_those_of_each_group(config: Callable[..., Config]) 
             hidden = name in hidden_weights(model)
             assert ("momentum" in group) == hidden, name
             assert group["weight_decay"] == (DECAY if hidden or name == "head.weight" else 0.0)
+
+
+def test_parts_of_a_matrix_come_from_the_nearest_ranks_that_have_them() -> None:
+    halves = [Box((0, column), (4, 3), (4, 6)) for column in (0, 3)]
+    held = {rank: halves[rank % 2] for rank in range(8)}
+    for owner in range(8):
+        matrix = shared_matrices._Shared(("a", (0, 0)), held, owner)
+        # Its neighbour of the same share, and no other replica.
+        near = owner + 1 if owner == 0 else owner - 1
+        assert matrix.givers == {owner: halves[owner % 2], near: halves[near % 2]}

@@ -136,11 +136,10 @@ def test_memory_and_messages_follow_from_the_weights(tiny: Tiny) -> None:
     assert stage.memory["gathered"] > 0
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_muon_keeps_one_moment_of_hidden_weights_and_sends_each_matrix_there_and_back(
-    tiny: Tiny, fsdp: bool
+def test_muon_keeps_one_moment_of_hidden_weights_and_sends_half_of_all_that_is_held_twice(
+    tiny: Tiny,
 ) -> None:
-    options = {"train.batch_size": 8, "parallel.fsdp": fsdp}
+    options = {"train.batch_size": 8}
     config = tiny(**options, **{"optimizer.name": "muon"})
     (adamw,), (muon,) = (
         dry_run(c, Layout(dp=2), VOCABULARY).stages for c in (tiny(**options), config)
@@ -148,10 +147,8 @@ def test_muon_keeps_one_moment_of_hidden_weights_and_sends_each_matrix_there_and
     # Embedding, output projection, norms and the router of one layer keep two.
     rest = 2 * 257 * 32 + 4 * 32 + 32 + 2 * 12 + 4 * 32
     hidden = count_weights(config.model, VOCABULARY) - rest
-    share = 2 if fsdp else 1
-    assert adamw.memory["moments"] - muon.memory["moments"] == 4 * hidden // share
-    # A rank sends half of each matrix that the other one owns, and half of each of its own back;
-    # of copies it sends the whole result for half of them.
+    assert adamw.memory["moments"] - muon.memory["moments"] == 4 * hidden
+    # The results of what it owns.
     assert muon.sent["matrices"] == 4 * hidden // 2
     assert "matrices" not in adamw.sent
 
@@ -205,6 +202,23 @@ def test_the_vocabulary_is_that_of_the_data_or_of_the_tokenizer_to_be_made(
     assert planned_vocabulary(tiny()) == VOCABULARY
     assert planned_vocabulary(tiny(**{"model.vocab_size": 300})) == 300
     assert planned_vocabulary(tiny(**{"data.dir": str(tmp_path)})) == 4096
+
+
+def test_a_bucket_of_gradients_is_as_large_as_the_largest_of_them_at_least(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny()
+    weights = count_weights(config.model, VOCABULARY)
+    experts = 4 * 3 * 32 * 16
+    # Experts have replicas of their own, and travel apart.
+    for numbers, travel in ((1 << 24, weights - experts), (1000, VOCABULARY * 32)):
+        monkeypatch.setattr("nmoe_train.plan.weights.BUCKET_NUMBERS", numbers)
+        (stage,) = dry_run(config, Layout(dp=2), VOCABULARY).stages
+        # Weights, gradients and two moments stay.
+        assert stage.update - 16 * weights == 4 * travel
+    (alone,) = dry_run(config, Layout(), VOCABULARY).stages
+    assert alone.update == 16 * weights
+    assert alone.total == sum(alone.memory.values()) > alone.update
 
 
 @pytest.mark.slow

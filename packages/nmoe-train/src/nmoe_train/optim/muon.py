@@ -97,7 +97,7 @@ class Muon(GuardedAdamW):
 
 def adamw_sized(stack_NRC: Tensor) -> Tensor:
     """Orthogonal matrices of the size of AdamW's updates: a root mean square of about 0.2."""
-    return orthogonalise(stack_NRC) * (RMS_OF_ADAMW * math.sqrt(max(stack_NRC.shape[1:])))
+    return orthogonalise(stack_NRC).mul_(RMS_OF_ADAMW * math.sqrt(max(stack_NRC.shape[1:])))
 
 
 def orthogonalise(stack_NRC: Tensor) -> Tensor:
@@ -115,6 +115,17 @@ def orthogonalise(stack_NRC: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(stack_NRC.dtype)
+
+
+def working_bytes(shape: tuple[int, int], matrices: int, *, cuda: bool) -> int:
+    """Most bytes that `replace` takes beside so many matrices of one shape, for `adamw_sized`.
+
+    In fp32: the stack, its normed copy, the next iterate and two products of rows with rows. In
+    bf16, where these are smaller: the result in fp32 beside the stack and the last iterate.
+    """
+    numbers = math.prod(shape)
+    taken = min(matrices, max(1, STACK_NUMBERS // numbers))
+    return taken * (10 * numbers if cuda else 12 * numbers + 8 * min(shape) ** 2)
 
 
 def matrices_here(model: Transformer) -> OnMatrices:

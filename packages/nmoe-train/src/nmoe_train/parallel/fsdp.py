@@ -38,7 +38,7 @@ def shard_weights(model: Transformer, groups: Groups, device: torch.device) -> N
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    small = {p for name, p in model.named_parameters() if "norm" in name or ".router." in name}
+    small = {parameter for name, parameter in model.named_parameters() if is_small(name)}
     stacks = {p for block in model.moe_blocks().values() for p in block.experts.parameters()}
     if groups.replicas is not None:
         mesh = DeviceMesh.from_group(groups.replicas, device.type)
@@ -66,6 +66,11 @@ def shard_weights(model: Transformer, groups: Groups, device: torch.device) -> N
     _prefetch(model)
     if device.type == "cpu":
         _count_waits(model, groups)
+
+
+def is_small(name: str) -> bool:
+    """Whether a parameter stays whole: norms and routers."""
+    return "norm" in name or ".router." in name
 
 
 def last_backward(model: nn.Module, last: bool) -> None:

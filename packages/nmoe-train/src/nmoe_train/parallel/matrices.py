@@ -2,10 +2,12 @@
 
 Muon makes matrices orthogonal, which a part of one cannot tell. The ranks of a pipeline stage say
 once which part of which matrix each holds. Then every matrix that several hold has an owner among
-them, chosen so that all have as much to do. In a step each part goes to the owner, from the first
+them, chosen so that all have as much to do. In a step each part goes to the owner, from the nearest
 rank that has it, the owner does its work once, and each holder gets its part of the result: two
 messages from any rank to any other, however many matrices. So copies stay alike to the bit. What
-one rank alone holds it does alone. Matrices are taken in rounds, which bound the memory.
+one rank alone holds it does alone. Matrices are taken in rounds, which bound what an owner brings
+together; results come for all that a rank holds of a round, and to many copies of a matrix they go
+in one message (`plan.weights` counts the memory).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,9 +54,9 @@ class _Shared:
 
     @cached_property
     def givers(self) -> dict[int, Box]:
-        """Ranks whose parts make up the matrix: the owner, and the first that has each other."""
+        """Ranks whose parts make up the matrix: the owner, and the nearest that has each other."""
         found: dict[Box, int] = {}
-        for rank in sorted(self.held, key=lambda rank: (rank != self.owner, rank)):
+        for rank in sorted(self.held, key=lambda rank: (abs(rank - self.owner), rank)):
             found.setdefault(self.held[rank], rank)
         assert sum(torch.Size(box.shape).numel() for box in found) == self.numbers, self.key
         return {rank: box for box, rank in found.items()}
@@ -121,19 +123,25 @@ class SharedMatrices:
     ) -> None:
         """Sends tensors to each rank, and fills those that come from each, in the same order."""
         counts = [[sum(t.numel() for t in some) for some in side] for side in (sent, received)]
-        flat = torch.cat([nothing, *(tensor.flatten() for some in sent for tensor in some)])
-        out = flat.new_empty(sum(counts[1]))
+        leaving, came = (nothing.new_empty(sum(side)) for side in counts)
+        for piece, tensor in _pieces(leaving, sent):
+            piece.copy_(tensor)
         with self._groups.waiting("sharing matrices"):
-            dist.all_to_all_single(out, flat, counts[1], counts[0], group=self._groups.stage)
-        places = [tensor for some in received for tensor in some]
-        pieces = out.split([tensor.numel() for tensor in places])
-        for tensor, piece in zip(places, pieces, strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+            dist.all_to_all_single(came, leaving, counts[1], counts[0], group=self._groups.stage)
+        for piece, tensor in _pieces(came, received):
+            tensor.copy_(piece)
 
     def _part(self, parts: Mapping[str, Tensor], key: Key) -> Tensor:
         """What of a matrix is here [r, c]; it shares the memory of the weight's part."""
         name, _ = key
         return self._places[key][1].of(self._weights[name].of(parts[name])).flatten(0, -2)
+
+
+def _pieces(flat: Tensor, places: list[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """A flat tensor in pieces, each with the tensor whose shape it has."""
+    tensors = [tensor for some in places for tensor in some]
+    for piece, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+        yield piece.view(tensor.shape), tensor
 
 
 def _parts_here(weights: Mapping[str, HiddenWeight]) -> Iterator[tuple[Key, tuple[Box, Box]]]:

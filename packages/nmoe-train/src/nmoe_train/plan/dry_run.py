@@ -57,7 +57,9 @@ class StageReport:
     """Routed experts of each Mixture-of-Experts layer on a rank."""
     weights: Weights
     memory: dict[str, float]
-    """By what it is for."""
+    """At the height of a forward and backward pass, by what it is for."""
+    update: float
+    """Of all memory, at the height of what follows: adding gradients, updating weights."""
     in_flight: int
     """Most runs of a micro-batch through a part whose activations are held at one time."""
     sent: dict[str, float]
@@ -65,8 +67,8 @@ class StageReport:
 
     @property
     def total(self) -> float:
-        """Bytes of memory."""
-        return sum(self.memory.values())
+        """Most bytes of memory."""
+        return max(sum(self.memory.values()), self.update)
 
 
 @dataclass(frozen=True)
@@ -173,21 +175,33 @@ class _DryRun:
         weights = self.counter.weights(layers)
         first = stage * layout.stage_ranks
         moe = any(self._is_moe(number) for number in layers)
+        memory = self._memory(stage, layers, weights)
         return StageReport(
             stage=stage,
             ranks=range(first, first + layout.stage_ranks),
             layers=layers,
             experts=len(layout.local_experts(self.model.moe.experts)) if moe else 0,
             weights=weights,
-            memory=self._memory(stage, layers, weights),
+            memory=memory,
+            update=self._update(layers, weights, memory),
             in_flight=in_flight,
             sent={
                 kind: bytes for kind, bytes in self._sent(stage, layers, weights).items() if bytes
             },
         )
 
+    def _update(
+        self, layers: Sequence[int], weights: Weights, memory: Mapping[str, float]
+    ) -> float:
+        """Bytes of all memory once the passes of a step are over."""
+        kept = sum(memory[kind] for kind in ("weights", "moments", "buffers"))
+        return kept + GRADIENT * self._held(weights) + self.counter.update(layers)
+
+    def _held(self, weights: Weights) -> int:
+        return weights.sharded(self.layout) if self.config.parallel.fsdp else weights.all
+
     def _memory(self, stage: int, layers: Sequence[int], weights: Weights) -> dict[str, float]:
-        held = weights.sharded(self.layout) if self.config.parallel.fsdp else weights.all
+        held = self._held(weights)
         gathered = 0.0
         gradients = held
         if self.config.parallel.fsdp:

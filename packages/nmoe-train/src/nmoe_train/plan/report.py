@@ -38,11 +38,20 @@ def tables(report: DryRun) -> Iterable[Table]:
     stages = report.stages
     kinds = [kind for kind in stages[0].memory if any(stage.memory[kind] for stage in stages)]
     unit, scale = _unit(max(stage.total for stage in stages))
-    columns = ("layers", "experts", "weights held", "in flight", *kinds, "total")
-    memory = _table(f"A rank's memory, {unit}", *columns)
+    columns = (
+        "layers",
+        "experts",
+        "weights held",
+        "in flight",
+        *kinds,
+        "in a pass",
+        "in the update",
+    )
+    memory = _table(f"A rank's memory, {unit}: the larger of the last two columns", *columns)
     for stage in stages:
         held = (str(stage.experts), f"{stage.weights.all:,}", str(stage.in_flight))
-        numbers = [*(stage.memory[kind] for kind in kinds), stage.total]
+        numbers = [stage.memory[kind] for kind in kinds]
+        numbers += [sum(stage.memory.values()), stage.update]
         memory.add_row(
             *(str(stage.stage), spans(stage.ranks), spans(stage.layers), *held),
             *(f"{number / scale:,.2f}" for number in numbers),

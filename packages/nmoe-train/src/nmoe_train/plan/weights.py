@@ -3,21 +3,20 @@
 Counted on the parameters of the real model, made without memory.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nmoe_train.config import Config
 from nmoe_train.model import Transformer
-from nmoe_train.model.box import Box
 from nmoe_train.model.initialise import STACKED_EXPERTS
-from nmoe_train.model.matrices import HiddenWeight, hidden_weights
+from nmoe_train.model.matrices import hidden_weights
 from nmoe_train.model.tensor import TensorParallel
 from nmoe_train.parallel import Layout
-
-NUMBER = 4
-"""Bytes of fp32."""
+from nmoe_train.parallel.fsdp import is_small
+from nmoe_train.parallel.reduction import BUCKET_NUMBERS
+from nmoe_train.plan.matrices import NUMBER, Spread, sent_bytes, spread, update_bytes
 
 
 @dataclass(frozen=True)
@@ -75,33 +74,39 @@ class WeightCounter:
 
     def matrices_sent(self, layers: Sequence[int]) -> float:
         """Bytes that a rank sends in a step so that matrices are whole where Muon works on them."""
+        return sent_bytes(self._matrices(layers))
+
+    def update(self, layers: Sequence[int]) -> float:
+        """Most bytes that a step takes once gradients are made: to add them, or for Muon."""
+        cuda = self.config.run.device != "cpu"
+        return max(self._bucket(layers), update_bytes(self._matrices(layers), cuda=cuda))
+
+    def _matrices(self, layers: Sequence[int]) -> Mapping[Spread, int]:
         if self.config.optimizer.name != "muon":
-            return 0.0
-        weights = hidden_weights(self._model(layers))
-        return NUMBER * sum(self._trade(name, weight) for name, weight in weights.items())
+            return {}
+        return spread(self._model(layers), self.layout, sharded=self.config.parallel.fsdp)
+
+    def _bucket(self, layers: Sequence[int]) -> float:
+        """Bytes of the gradients that travel together; what FSDP adds it adds in the backward."""
+        layout, sharded = self.layout, self.config.parallel.fsdp
+        model = self._model(layers)
+        cuts, gradients = model.cuts(), dict[str, list[int]]()
+        for name, parameter in model.named_parameters():
+            kind, ranks = "whole", layout.stage_ranks
+            if STACKED_EXPERTS.search(name):
+                kind, ranks = "experts", 1 if sharded else layout.expert_replicas
+            elif name in cuts:
+                kind, ranks = "cut", 1 if sharded else layout.dp
+            elif sharded and not is_small(name):
+                kind, ranks = "sharded", layout.tp
+            if ranks > 1:
+                share = layout.dp if kind == "sharded" else 1
+                gradients.setdefault(kind, []).append(-(-parameter.numel() // share))
+        buckets = (max(min(sum(some), BUCKET_NUMBERS), *some) for some in gradients.values())
+        return NUMBER * max(buckets, default=0)
 
     def _held(self, weights: Weights) -> int:
         return weights.sharded(self.layout) if self.config.parallel.fsdp else weights.all
-
-    def _trade(self, name: str, weight: HiddenWeight) -> float:
-        """Numbers that a rank sends for the matrices in one weight, to their owners and back.
-
-        Of p different parts on h ranks, those of all but the owner go there once, and everyone's
-        comes back.
-        """
-        layout, numbers = self.layout, _numbers(weight.here)
-        if STACKED_EXPERTS.search(name):
-            copies, parts = layout.expert_replicas, layout.etp
-            holders = copies * parts
-        else:
-            whole = weight.here.shape == weight.here.whole
-            parts = layout.tp if any(_crosses(box, weight.here) for box in weight.matrices) else 1
-            holders = layout.dp * (layout.tp if whole else parts)
-            copies = layout.dp
-        numbers *= parts
-        if self.config.parallel.fsdp:
-            parts *= copies
-        return numbers * ((1 - 1 / parts) + (holders - 1) / parts) / holders
 
     def _model(self, layers: Sequence[int]) -> Transformer:
         """The part of the model that has these layers, without numbers."""
@@ -128,19 +133,9 @@ def _count(model: Transformer, names: Collection[str]) -> Weights:
             kind = "cut" if name in cuts else "whole"
             kind = "experts" if STACKED_EXPERTS.search(name) else kind
             numbers[kind] += parameter.numel()
-            if "norm" in name or ".router." in name:
+            if is_small(name):
                 numbers["small"] += parameter.numel()
     return Weights(**numbers)
-
-
-def _crosses(matrix: Box, here: Box) -> bool:
-    """Whether a part of a matrix is here, and not all of it."""
-    common = matrix.overlap(here)
-    return common is not None and common.shape != matrix.shape
-
-
-def _numbers(box: Box) -> int:
-    return torch.Size(box.shape).numel()
 
 
 @dataclass(frozen=True)
