@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def weights_in_one_file(source: Path, out: Path) -> list[Path]:
+    return convert_weights(source, out, None, 1e9)
+
+
 @pytest.fixture
 def trained(tiny: Tiny, run: Run) -> Config:
     config = tiny(**{"train.steps": 4})
@@ -68,14 +73,33 @@ def test_weights_are_those_of_the_checkpoint_in_files_of_the_size(
     assert "layers.1.moe.experts.3.down" in want
 
 
-def test_matrices_are_cast_and_vectors_stay(trained: Config, tmp_path: Path) -> None:
-    convert_weights(trained.run.dir / "checkpoints" / "step-00000002", tmp_path / "a", "bf16", 1e9)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_matrices_are_cast_and_vectors_stay(
+    trained: Config, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    convert_weights(trained.run.dir / "checkpoints" / "step-00000002", tmp_path / "a", name, 1e9)
     checkpoint = load_file(
         trained.run.dir / "checkpoints" / "step-00000002" / "rank-00000.safetensors"
     )
-    for name, tensor in weights_of(tmp_path / "a").items():
-        want = checkpoint[f"model.{name}"]
-        assert torch.equal(tensor, want.bfloat16() if want.ndim > 1 else want), name
+    for weight, tensor in weights_of(tmp_path / "a").items():
+        want = checkpoint[f"model.{weight}"]
+        want = want.to(dtype) if want.ndim > 1 else want
+        assert tensor.dtype == want.dtype and torch.equal(tensor, want), weight
+
+
+def test_whole_numbers_are_not_cast_and_files_are_filled_by_what_is_written(tmp_path: Path) -> None:
+    tensors = {f"model.{name}": torch.randn(50, 50) for name in "abcd"}
+    tensors["model.table"] = torch.arange(6).reshape(2, 3)
+    meta: dict[str, Any] = {"tokens": 1, "fields": {}}
+    write_checkpoint(tmp_path / "run" / "checkpoints", 2, tensors, meta, keep=1)
+    # Two matrices of 5,000 bytes each fit into a file, where four bytes a number would be one.
+    files = convert_weights(tmp_path / "run", tmp_path / "out", "bf16", 10_000)
+    found = weights_of(tmp_path / "out")
+    assert torch.equal(found.pop("table"), tensors["model.table"])
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert len(files) == 3
 
 
 def test_a_run_goes_on_from_one_file_as_from_the_checkpoint(
@@ -148,6 +172,42 @@ def test_bad_input_is_one_line(trained: Config, tmp_path: Path) -> None:
             convert_weights(source, out, dtype, 1e9)
     body = trained.run.dir / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
     body.write_bytes(body.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(TrainError, match="E-CHECKPOINT-CORRUPT"):
+    with pytest.raises(TrainError, match=r"E-CHECKPOINT-CORRUPT.*checkpoint verify"):
         convert_checkpoint(trained.run.dir, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["file:///tmp/run", "new"], "file:///tmp/run is a URL"),
+        (["RUN", "s3://bucket/new"], "s3://bucket/new is a URL"),
+        (["RUN", "new", "--dtype", "bf16"], "add --weights-only"),
+        (["RUN", "new", "--file-gb", "1"], "drop --file-gb"),
+    ],
+)
+def test_words_that_would_be_taken_otherwise_are_refused(
+    trained: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    words = [str(trained.run.dir) if word == "RUN" else word for word in words]
+    found = CliRunner().invoke(app, ["checkpoint", "convert", *words])
+    assert isinstance(found.exception, TrainError) and found.exception.code == "E-CONVERT"
+    assert told in str(found.exception)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("convert", [convert_checkpoint, weights_in_one_file])
+def test_a_disk_that_refuses_leaves_nothing(
+    trained: Config, tmp_path: Path, fork: Callable[..., Any], convert: Callable[..., Any]
+) -> None:
+    (tmp_path / "there").mkdir()
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match="File too large"):
+            convert(trained.run.dir, tmp_path / "there" / "new")
+
+    assert fork(limited).wait() == (0, "", "")
+    assert list((tmp_path / "there").iterdir()) == []

@@ -23,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+DEFAULT_FILE_GB = 5.0
 INTERRUPTED = tuple(128 + number for number in SIGNALS)
 
 Sets = Annotated[
@@ -178,8 +179,8 @@ def checkpoint_verify(place: str) -> None:
 
 @checkpoint.command("convert")
 def checkpoint_convert(
-    source: Path,
-    out: Path,
+    source: str,
+    out: str,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="The weights, without what a resume needs.")
     ] = False,
@@ -187,7 +188,10 @@ def checkpoint_convert(
         str | None,
         typer.Option(help="Of the matrices: fp32, bf16, fp16.  [default: as they are]"),
     ] = None,
-    file_gb: Annotated[float, typer.Option(min=0.001, help="Largest file of weights.")] = 5.0,
+    file_gb: Annotated[
+        float | None,
+        typer.Option(min=0.001, help=f"Largest file of weights.  [default: {DEFAULT_FILE_GB:g}]"),
+    ] = None,
 ) -> None:
     """Write a checkpoint of any layout as a run folder with one file, or its weights alone.
 
@@ -197,17 +201,27 @@ def checkpoint_convert(
 
     from nmoe_train.checkpoint import convert_checkpoint, convert_weights
     from nmoe_train.errors import TrainError
+    from nmoe_train.storage.target import is_url
 
+    for place in (source, out):
+        if is_url(place):
+            raise TrainError(
+                "E-CONVERT", f"{place} is a URL", "copy checkpoints here, or there, by other means"
+            )
     if dtype is not None and not weights_only:
         raise TrainError(
             "E-CONVERT", "--dtype would change what a resume computes", "add --weights-only"
         )
-    with os_errors("write", out):
+    if file_gb is not None and not weights_only:
+        raise TrainError("E-CONVERT", "a run folder has one file", "drop --file-gb")
+    here, there = Path(source), Path(out)
+    with os_errors("write", there):
         if weights_only:
-            for file in convert_weights(source, out, dtype, file_gb * 1e9):
+            size = (DEFAULT_FILE_GB if file_gb is None else file_gb) * 1e9
+            for file in convert_weights(here, there, dtype, size):
                 typer.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
         else:
-            typer.echo(f"{convert_checkpoint(source, out)}  resume with run.dir = {out}")
+            typer.echo(f"{convert_checkpoint(here, there)}  resume with run.dir = {out}")
 
 
 @app.command()

@@ -7,8 +7,10 @@ is a run folder with that checkpoint. Both appear under their name once they are
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from nmoe_train.checkpoint.body import Body
 from nmoe_train.checkpoint.folder import Checkpoint, read_checkpoint, write_checkpoint
 from nmoe_train.checkpoint.listing import folders_of, not_found
 from nmoe_train.errors import TrainError
-from nmoe_train.storage.folders import COMPLETE, verify
+from nmoe_train.storage.folders import COMPLETE, CORRUPT, verify
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEMA_VERSION = 1
@@ -39,15 +41,24 @@ def convert_weights(source: Path, out: Path, dtype: str | None, file_bytes: floa
     """
     if dtype is not None and dtype not in DTYPES:
         raise TrainError("E-CONVERT", f"--dtype {dtype} is not known", f"use {', '.join(DTYPES)}")
+    _check_new(out)
     checkpoint = sound_checkpoint(source)
-    temporary = _new_folder(out)
+    with _new_folder(out) as folder:
+        files = _write_weights(checkpoint, folder, dtype, file_bytes)
+    return [out / name for name in files]
+
+
+def _write_weights(
+    checkpoint: Checkpoint, folder: Path, dtype: str | None, file_bytes: float
+) -> list[str]:
+    """All files of a checkpoint's weights, and weights.json; the names of the former."""
     saved = checkpoint.tensors()
     places: dict[str, str] = {}
     files: dict[str, dict[str, Any]] = {}
     sizes = {name: _bytes(checkpoint, name, dtype) for name in saved if name.startswith(MODEL)}
     groups = list(_groups(sizes, file_bytes))
     for number, names in enumerate(groups, start=1):
-        file = temporary / f"weights-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = folder / f"weights-{number:05d}-of-{len(groups):05d}.safetensors"
         body = Body({n.removeprefix(MODEL): _cast(saved[n], dtype) for n in names})
         body.write(file)
         files[file.name] = {"sha256": body.sha256, "bytes": file.stat().st_size}
@@ -59,9 +70,8 @@ def convert_weights(source: Path, out: Path, dtype: str | None, file_bytes: floa
         "files": files,
         "tensors": places,
     }
-    atomic_write(temporary / "weights.json", json.dumps(about, indent=1).encode())
-    _appear(temporary, out)
-    return [out / name for name in files]
+    atomic_write(folder / "weights.json", json.dumps(about, indent=1).encode())
+    return list(files)
 
 
 def convert_checkpoint(source: Path, out: Path) -> Path:
@@ -69,13 +79,13 @@ def convert_checkpoint(source: Path, out: Path) -> Path:
 
     Memory holds the whole state. Raises what `convert_weights` does.
     """
+    _check_new(out)
     checkpoint = sound_checkpoint(source)
-    temporary = _new_folder(out)
     meta = {key: value for key, value in checkpoint.meta.items() if key not in OWN_META}
-    root = temporary / "checkpoints"
-    folder = write_checkpoint(root, checkpoint.step, dict(checkpoint.tensors()), meta, keep=1)
-    _appear(temporary, out)
-    return out / folder.relative_to(temporary)
+    with _new_folder(out) as folder:
+        root, tensors = folder / "checkpoints", dict(checkpoint.tensors())
+        written = write_checkpoint(root, checkpoint.step, tensors, meta, keep=1)
+    return out / written.relative_to(folder)
 
 
 def sound_checkpoint(source: Path) -> Checkpoint:
@@ -86,30 +96,43 @@ def sound_checkpoint(source: Path) -> Checkpoint:
     complete = [folder for folder in folders_of(source) if (folder / COMPLETE).exists()]
     if not complete:
         raise not_found(source, "no complete checkpoint")
-    verify(complete[0])
-    return read_checkpoint(complete[0])
+    newest = complete[0]
+    try:
+        verify(newest)
+    except TrainError as error:
+        if error.code != CORRUPT:
+            raise
+        remedy = "`nmoe-train checkpoint verify` says which are sound; name one of them"
+        raise TrainError(CORRUPT, f"{newest} is damaged", remedy) from error
+    return read_checkpoint(newest)
 
 
-def _new_folder(out: Path) -> Path:
-    """A folder beside `out` that becomes it."""
+def _check_new(out: Path) -> None:
+    """Before anything is read: nothing is overwritten."""
     if out.exists():
         raise TrainError("E-CONVERT", f"{out} exists", "name a new folder")
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes it at the end of the block, or goes where that raises."""
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    temporary.chmod(0o777 & ~_umask())
-    return temporary
+    try:
+        temporary.chmod(0o777 & ~_umask())
+        yield temporary
+        sync_path(temporary)
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_path(out.parent)
 
 
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _appear(temporary: Path, out: Path) -> None:
-    sync_path(temporary)
-    temporary.rename(out)
-    sync_path(out.parent)
 
 
 def _groups(sizes: Mapping[str, int], file_bytes: float) -> Iterator[list[str]]:

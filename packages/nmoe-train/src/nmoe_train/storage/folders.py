@@ -117,4 +117,4 @@ def verify_file(file: Path, wanted: str) -> None:
 
 def corrupt(path: Path | str, what: str) -> TrainError:
     """The error of a checkpoint that is not what it says."""
-    return TrainError(CORRUPT, f"{path} {what}", "an older checkpoint is used where there is one")
+    return TrainError(CORRUPT, f"{path} {what}", "a resume takes an older checkpoint that is sound")
