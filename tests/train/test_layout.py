@@ -190,6 +190,21 @@ def test_neighbours_split_experts_and_runs_of_them_hold_all(etp: int, ep: int) -
             {"parallel.pp": 2, "parallel.dp": 8, "model.layers": 4, **INTERLEAVED},
             "makes 1 of a rank's 3 sequences; make train.batch_size a multiple of 16",
         ),
+        (
+            {"parallel.dp": 5},
+            "24 does not divide over 5 data-parallel ranks; the nearest that do are 20 and 25, and "
+            "it divides over 4 and 6",
+        ),
+        (
+            {"train.micro_batch_size": 5},
+            "24 sequences do not divide into micro-batches of train.micro_batch_size = 5; the "
+            "nearest that do are 4 and 6",
+        ),
+        (
+            {"model.layers": 4, "parallel.pp": 2, **INTERLEAVED},
+            "2 stages takes a multiple of 2 micro-batches, and train.micro_batch_size = 24 makes 1 "
+            "of a rank's 24 sequences; the nearest sizes that do are 12",
+        ),
         ({"parallel.ep": 5}, "divide the 12 experts of a layer; the nearest that do are 4 and 6"),
         ({"parallel.ep": 24}, "divide the 12 experts of a layer; the nearest that do are 12"),
         ({"parallel.ep": 2, "parallel.rdep.transport": "local"}, "for one rank, and parallel.ep ="),
@@ -227,8 +242,9 @@ def test_what_no_number_of_processes_makes_possible_is_refused_by_validate_and_a
             "--nproc-per-node 8 -m nmoe_train run ...`, or set parallel.dp to 3 or leave it out",
         ),
         ({"parallel.tp": 2}, 3, "tp = 2 does not divide the 3 processes that started; start a mul"),
-        ({}, 5, "24 does not divide over 5 ranks; the nearest that do are 20 and 25"),
-        ({}, 48, "24 does not divide over 48 ranks; the nearest that do are 48"),
+        ({}, 5, "24 does not divide over 5 data-parallel ranks; the nearest that do are 20 and 25"),
+        ({}, 5, "are 20 and 25, and it divides over 4 and 6"),
+        ({}, 48, "48 data-parallel ranks; the nearest that do are 48, and it divides over 24"),
         ({"parallel.ep": 2}, 3, "dp = 3, over whose ranks it folds; the nearest ep that do are 1"),
         (
             {"train.micro_batch_size": 8},

@@ -19,6 +19,7 @@ from nmoe_train.config.schema import Config, FieldProblem
 from nmoe_train.errors import TrainError
 
 ENVIRONMENT_PREFIX = "NMOE_"
+SHOULD_BE = "input should be "
 
 
 def load_config(
@@ -49,7 +50,7 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = "; ".join(_explain(problem) for problem in error.errors())
+        problems = "; ".join(_explain_all(error.errors()))
         code = "E-CONFIG"
         raise TrainError(
             code, f"{where}: {problems}", "`nmoe-train validate --schema` lists every key"
@@ -96,6 +97,23 @@ def _toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _explain_all(problems: Sequence[ErrorDetails]) -> Iterator[str]:
+    """A line for each key: of one that may be of several kinds, what each of these asks for."""
+    known = {key for key, *_ in describe_schema()}
+    kinds: dict[str, list[ErrorDetails]] = {}
+    for problem in problems:
+        path = [str(part) for part in problem["loc"]]
+        # Below a key stands the kind that was tried, or a number, of a place in a list.
+        key = ".".join(path[:-1])
+        if key in known and not path[-1].isdecimal():
+            kinds.setdefault(key, []).append(problem)
+        else:
+            yield _explain(problem)
+    for key, tried in kinds.items():
+        wanted = " or ".join(p["msg"].lower().removeprefix(SHOULD_BE) for p in tried)
+        yield f"{key}: {SHOULD_BE}{wanted}, got {tried[0]['input']!r}"
 
 
 def _explain(problem: ErrorDetails) -> str:

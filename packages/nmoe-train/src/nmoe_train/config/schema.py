@@ -463,22 +463,6 @@ class Config(Section):
                 f"{train.seq_len} tokens in a model of {self.model.positions} positions",
                 "lower train.seq_len or raise model.positions",
             )
-        # Left out, it follows from the processes, and the layout checks the same.
-        dp = self.parallel.dp or 1
-        if train.batch_size % dp:
-            raise FieldProblem(
-                "train.batch_size",
-                f"{train.batch_size} sequences do not divide over parallel.dp = {dp}",
-                "take a multiple of parallel.dp",
-            )
-        share = train.batch_size // dp
-        if train.micro_batch_size is not None and share % train.micro_batch_size:
-            raise FieldProblem(
-                "train.micro_batch_size",
-                f"a rank's {share} sequences do not divide into micro-batches of "
-                f"{train.micro_batch_size}",
-                f"take a divisor of {share}",
-            )
         ramps = sum(self.schedule_tokens(length) for length in (schedule.warmup, schedule.decay))
         if schedule.kind == "wsd" and ramps > self.total_tokens:
             raise FieldProblem(

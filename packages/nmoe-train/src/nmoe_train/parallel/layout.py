@@ -150,6 +150,9 @@ def check_layout(config: Config) -> None:
         )
     if parallel.dp is not None:
         _check_sizes(config, parallel.dp)
+    else:
+        # What one share cannot be cut into, parts of it cannot either.
+        check_shares(config, 1)
 
 
 def _data_parallel(config: Config, processes: int) -> int:
@@ -293,8 +296,9 @@ def check_shares(config: Config, dp: int) -> None:
         below = train.batch_size // dp * dp
         possible = _nearest(train.batch_size, {below, below + dp} - {0})
         raise _problem(
-            f"train.batch_size = {train.batch_size} does not divide over {dp} ranks",
-            f"the nearest that do are {possible}",
+            f"train.batch_size = {train.batch_size} does not divide over {dp} data-parallel ranks",
+            f"the nearest that do are {possible}, and it divides over "
+            f"{_nearest(dp, _divisors(train.batch_size))}",
         )
     share = train.batch_size // dp
     if train.micro_batch_size is not None and share % train.micro_batch_size:
