@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from nviz.charts import (
     DARK_PALETTE,
+    ON_TOP,
     PALETTE,
     Panel,
     View,
@@ -108,15 +109,15 @@ def dashes_of(*lines: tuple[np.ndarray, np.ndarray], log: bool = False) -> list[
 def test_only_lines_that_look_like_one_are_dashed() -> None:
     x = np.arange(100.0)
     y = np.sin(x / 20)
-    assert dashes_of((x, y), (x[::3], y[::3]), (x[:60], y[:60])) == [None, "dash", "dot"]
+    assert dashes_of((x, y), (x[::3], y[::3]), (x[:60], y[:60])) == [None, *ON_TOP[:2]]
     assert dashes_of((x, y), (x, y + 0.02)) == [None, None]
     assert dashes_of((x, y), (x + 90, np.sin((x + 90) / 20))) == [None, None], "they share little"
     assert dashes_of((x, y), (x, np.where(x < 80, y, 3.0))) == [None, None]
     assert dashes_of((x, y), (x[:1], y[:1])) == [None, None], "a point"
-    assert dashes_of((x, np.full(100, 3.0)), (x, np.full(100, 3.0))) == [None, "dash"]
+    assert dashes_of((x, np.full(100, 3.0)), (x, np.full(100, 3.0))) == [None, ON_TOP[0]]
     # Far below the others they are apart on a log scale alone.
     high, low, lower = np.full(100, 1.0), np.full(100, 1e-5), np.full(100, 1e-6)
-    assert dashes_of((x, high), (x, low), (x, lower)) == [None, None, "dash"]
+    assert dashes_of((x, high), (x, low), (x, lower)) == [None, None, ON_TOP[0]]
     assert dashes_of((x, high), (x, low), (x, lower), log=True) == [None, None, None]
 
 
@@ -140,6 +141,18 @@ def test_time_is_in_a_unit_that_fits(seconds: float, unit: str, last: float) -> 
     assert drawing is not None
     assert drawing.figure.layout.xaxis.title.text == f"{unit} since the start"
     assert drawing.figure.data[0].x[-1] == last
+
+
+@pytest.mark.parametrize("constant", [3.0, -2.0, 0.0, 1e30, 1e-30])
+def test_a_constant_stands_within_a_range_that_holds_zero(constant: float) -> None:
+    table = made({"loss/train": np.full(50, constant)})
+    drawn = panel_figure(table, LOSS, View())
+    assert drawn is not None
+    low, high = drawn.figure.layout.yaxis.range
+    assert low <= min(constant, 0.0) <= max(constant, 0.0) <= high and low < high
+    if constant > 0:
+        logged = panel_figure(table, LOSS, View(log=True))
+        assert logged is not None and logged.figure.layout.yaxis.range is None
 
 
 def test_log_scale_is_used_only_where_it_makes_sense() -> None:

@@ -162,7 +162,30 @@ def test_a_port_in_use_is_one_clear_error(root: Path, nviz: Nviz) -> None:
         result = nviz("serve", str(root), "--port", str(taken.getsockname()[1]))
     assert result.returncode == 2
     assert result.stderr.startswith("error E-PORT: ")
+    assert result.stderr.endswith("choose another --port\n")
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_one_clear_error(
+    root: Path, nviz: Nviz, host: str
+) -> None:
+    result = nviz("serve", str(root), "--host", host)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error E-PORT: ") and host in result.stderr
+    assert result.stderr.endswith("to --host\n") and len(result.stderr.splitlines()) == 1
+
+
+def test_what_a_run_holds_does_not_command_the_terminal(root: Path, nviz: Nviz) -> None:
+    RunFolder(root, "a", name="\x1b[31mred\x07 \u202eback")
+    name = "SELECT name, 'two\nlines' AS lines FROM runs"
+    table = nviz("query", str(root), name).stdout
+    assert "\ufffd[31mred\ufffd \ufffdback" in table
+    assert [line.split()[-1] for line in table.splitlines()] == ["lines", "two", "lines"]
+    raw = nviz("query", str(root), name, "--json").stdout
+    assert json.loads(raw)["name"] == "\x1b[31mred\x07 \u202eback"
+    refused = nviz("query", str(root), "SELECT error('\x1b[31m')").stderr
+    assert refused.startswith("error E-SQL: ") and "\x1b" not in refused
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headless import EVIL, Open, figures, markup, open_page, texts, tiles
+from nviz.figures import time_line_figure
 from nviz.queries import faults
 from nviz.store.columns import ColumnReader, Rows
 from nviz.store.events import Event, EventLog
@@ -138,6 +139,15 @@ def test_progress_keeps_each_attempts_ends_within_bounds(root: Path) -> None:
     assert len(first.step) <= 100 and (first.step[0], first.step[-1]) == (1, 5000)
     assert (second.step[0], second.step[-1]) == (3000, 3099)
     assert first.time_unix_s == pytest.approx(START + 0.5 * first.step)
+
+
+@pytest.mark.parametrize(("attempts", "named"), [(1, False), (12, True), (13, False)])
+def test_attempts_are_named_beside_the_time_line_while_they_are_few(
+    attempts: int, named: bool
+) -> None:
+    times = np.arange(2.0)
+    made = [faults.Progress(n, START + times, times) for n in range(attempts)]
+    assert time_line_figure(made, [], {}, dark=False).layout.showlegend is named
 
 
 def test_an_attempt_without_the_first_rank_is_not_lost(root: Path) -> None:

@@ -78,3 +78,19 @@ def test_a_configuration_is_flattened_and_searched() -> None:
     assert search(rows, "TEXT e") == [("b.d.e", "Text")]
     assert search(rows, "") == rows
     assert flatten({}) == []
+
+
+def test_a_name_cannot_turn_the_text_around_it_or_break_its_line() -> None:
+    turned = "a\u202eb\u2066c\x00d\x1be\nf"
+    for found in (formats.escaped(turned), formats.chart_text(turned)):
+        assert found == "a\ufffdb\ufffdc\ufffdd\ufffde f"
+    assert formats.chart_text("שלום 日本 👨\u200d👩") == "שלום 日本 👨\u200d👩"
+
+
+def test_a_long_name_keeps_its_ends_and_quotes_stay_quotes_in_a_chart() -> None:
+    assert formats.shortened("abcdefghij", 10) == "abcdefghij"
+    assert formats.shortened("abcdefghijk", 10) == "abcde…hijk"
+    for most in range(3, 12):
+        assert len(formats.shortened("abcdefghijklmnop", most)) == most
+    assert formats.chart_text('<b> & "it\'s"') == '&lt;b&gt; &amp; "it\'s"'
+    assert formats.chart_text("<" * 99, 9) == "&lt;" * 4 + "…" + "&lt;" * 4

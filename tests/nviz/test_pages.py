@@ -262,6 +262,15 @@ def test_hostile_names_stay_text(root: Path, open_page: Open) -> None:
             assert markup not in text
 
 
+def test_a_long_name_does_not_push_the_page_down(root: Path, open_page: Open) -> None:
+    run = RunFolder(root, "a", name="begins " + "long " * 90 + "ends", tags=["tag " * 99])
+    run.append(record(0), record(1))
+    app = open_page("run", run="a")
+    title = app.title[0].value
+    assert title.startswith("begins long") and title.endswith("ends") and len(title) <= 100
+    assert all(len(item.value) < 600 for item in app.caption)
+
+
 def test_a_token_is_asked_for_and_compared(
     root: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

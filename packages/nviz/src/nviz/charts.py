@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import plotly.graph_objects as go
 
+from nviz.formats import chart_text
 from nviz.queries.compare import Band, Line
 from nviz.queries.curves import Array, Axis, Curve, Table, curve, downsample, smooth
 
@@ -95,7 +96,7 @@ def panel_figure(table: Table, panel: Panel, view: View) -> Drawing | None:
         if view.earlier:
             _add_earlier(figure, table, name)
         found = curve(table, name, ~table.superseded)
-        _add_curve(figure, found, html.escape(label), colour, view, label in panel.points)
+        _add_curve(figure, found, chart_text(label), colour, view, label in panel.points)
         bad += [
             (label, word, int(step))
             for word, step in zip(found.bad_words, found.bad_step, strict=True)
@@ -106,12 +107,20 @@ def panel_figure(table: Table, panel: Panel, view: View) -> Drawing | None:
     if all(y >= 0 for trace in figure.data for y in trace.y):
         # A constant would stand in the middle of a range that begins below zero.
         figure.update_yaxes(rangemode="nonnegative")
+    heights = {y for trace in figure.data for y in trace.y}
+    if len(heights) == 1 and not (view.log and panel.log):
+        figure.update_yaxes(range=around(heights.pop()))
     tell_apart(figure, log=view.log and panel.log)
     if view.log and panel.log:
         _use_log_scale(figure)
     if not figure.layout.showlegend:
         fix_margins(figure)
     return Drawing(figure, bad)
+
+
+def around(constant: float) -> list[float]:
+    """A range for values that are all the same, where Plotly would blow up the last digits."""
+    return sorted((0.0, 1.2 * constant or 1.0))
 
 
 def add_baseline(figure: go.Figure, y: float, label: str) -> None:
@@ -264,6 +273,8 @@ def _add_bad(figure: go.Figure, found: Curve, label: str) -> None:
 DASHES = ("solid", "dash", "dot", "dashdot")
 # Lines closer than this part of a chart's height, a pixel or two, look like one.
 SAME = 200
+# Of lines on one another the lowest is solid; the next ones leave it and each other room.
+ON_TOP = ("12px,12px", "5px,19px", "0px,14px,6px,4px")
 
 
 def line_style(at: int, dark: bool) -> dict[str, object]:
@@ -281,7 +292,7 @@ def compare_figure(found: list[Line], styles: dict[str, int], view: View) -> go.
     figure = base_figure(320)
     unit, title = _x_unit([line.x for line in found], view.axis)
     for line in found:
-        name, style = html.escape(line.label), line_style(styles[line.label], view.dark)
+        name, style = chart_text(line.label), line_style(styles[line.label], view.dark)
         figure.add_trace(
             go.Scatter(
                 x=line.x / unit,
@@ -306,7 +317,7 @@ def _add_earlier_line(figure: go.Figure, line: Line, unit: float, colour: object
         go.Scatter(
             x=line.earlier_x / unit,
             y=line.earlier_y,
-            name=html.escape(f"{line.label}, earlier"),
+            name=chart_text(f"{line.label}, earlier"),
             mode="lines",
             line={"color": colour, "width": 1.2, "dash": "2px,3px"},
             opacity=0.8,
@@ -340,7 +351,7 @@ def tell_apart(figure: go.Figure, log: bool = False) -> list[list[str]]:
             groups.append([line])
         else:
             group.append(line)
-            line[0].line.dash = DASHES[1 + (len(group) - 2) % (len(DASHES) - 1)]
+            line[0].line.dash = ON_TOP[(len(group) - 2) % len(ON_TOP)]
     return [[html.unescape(trace.name) for trace, *_ in group] for group in groups if group[1:]]
 
 
@@ -367,7 +378,7 @@ def band_figure(found: list[Band], view: View) -> go.Figure:
     figure = base_figure(320)
     unit, title = _x_unit([band.x for band in found], view.axis)
     for at, band in enumerate(found):
-        name, style = html.escape(f"{band.label} ({band.runs})"), line_style(at, view.dark)
+        name, style = chart_text(f"{band.label} ({band.runs})"), line_style(at, view.dark)
         x = band.x / unit
         if band.runs > 1:
             figure.add_trace(

@@ -4,6 +4,7 @@
 """
 
 import csv
+import errno
 import json
 import logging
 import os
@@ -105,9 +106,16 @@ def check_port(host: str, port: int) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
+    except socket.gaierror as error:
         raise VizError(
-            "E-PORT", f"cannot listen on {host}:{port} ({error.strerror})", "choose another --port"
+            "E-PORT", f"there is no host {host} ({error.strerror})", "give an address to --host"
+        ) from error
+    except OSError as error:
+        elsewhere = error.errno == errno.EADDRNOTAVAIL
+        raise VizError(
+            "E-PORT",
+            f"cannot listen on {host}:{port} ({error.strerror})",
+            "give an address of this machine to --host" if elsewhere else "choose another --port",
         ) from error
 
 
@@ -141,7 +149,7 @@ def folder_of(runs: str) -> Path:
         return Path(runs)
     mirror.refresh()
     for problem in mirror.state.left_out:
-        typer.echo(f"warning not copied: {problem}", err=True)
+        typer.echo(f"warning not copied: {_printable(problem)}", err=True)
     return mirror.root
 
 
@@ -365,6 +373,10 @@ def _told(change: "Change") -> str:
     """A change on one line; what comes from a run cannot break it."""
     found = change.alert
     line = f"{change.state} {found.run} [{found.rule}] {found.what}"
+    return _printable(line)
+
+
+def _printable(line: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in line)
 
 
@@ -414,7 +426,7 @@ def _answer(runs: Path, sql: str, rows: int, seconds: float) -> "Answer":
     finally:
         worker.close()
     for problem in reply.problems:
-        typer.echo(f"warning {problem}", err=True)
+        typer.echo(f"warning {_printable(problem)}", err=True)
     return reply.answer
 
 
@@ -443,11 +455,16 @@ def _print_table(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from nviz.formats import without_controls
+
+    def cell(value: object) -> Text:
+        return Text(without_controls(str(value)))
+
     table = Table(box=None, pad_edge=False)
     for name in columns:
-        table.add_column(Text(name), overflow="fold")
+        table.add_column(cell(name), overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if value is None else str(value)) for value in row))
+        table.add_row(*(cell("" if value is None else value) for value in row))
     console = Console()
     with console.capture() as printed:
         console.print(table)
@@ -459,7 +476,7 @@ def main() -> None:
     try:
         app()
     except VizError as error:
-        typer.echo(f"error {error}", err=True)
+        typer.echo(f"error {_printable(str(error))}", err=True)
         sys.exit(2)
     except SystemExit as end:
         # Typer has turned an interrupt inside a command into this code.

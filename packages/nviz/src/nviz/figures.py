@@ -4,7 +4,6 @@ Kinds of events and decisions are told apart by a symbol or a place too, never b
 that comes from a run is escaped, since Plotly reads some HTML in names.
 """
 
-import html
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
@@ -14,7 +13,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from nviz import formats
-from nviz.charts import DARK_PALETTE, GREY, PALETTE, base_figure
+from nviz.charts import DARK_PALETTE, GREY, PALETTE, around, base_figure
+from nviz.formats import chart_text
 from nviz.queries.checkpoints import Part
 from nviz.queries.data import Share, Statistics
 from nviz.queries.faults import LANE_ORDER, Moment, Progress
@@ -43,6 +43,10 @@ LANE_COLOURS = {
     "other": 7,
 }
 ROW_PX = 17
+# Signs of an event's words.
+MOST_WORDS = 200
+# More attempts are named by the pointer alone.
+MOST_NAMED_ATTEMPTS = 12
 SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -65,7 +69,7 @@ def stage_figure(found: StageTimes, dark: bool, height: int = 300) -> go.Figure:
             go.Scatter(
                 x=found.step_B[known_B].tolist(),
                 y=np.round(found.ms_PB[at, known_B], 4).tolist(),
-                name=html.escape(name),
+                name=chart_text(name),
                 mode="lines",
                 stackgroup="stages",
                 line={"width": 0.6, "color": colour},
@@ -161,11 +165,6 @@ def readings_figure(found: Sequence[Readings], unit: str, dark: bool) -> go.Figu
     return figure
 
 
-def around(constant: float) -> list[float]:
-    """A range for values that are all the same, where Plotly would blow up the last digits."""
-    return sorted((0.0, 1.2 * constant or 1.0))
-
-
 def reading_map_figure(found: ReadingMap, unit: str) -> go.Figure:
     """A reading over time, a row a rank."""
     figure = base_figure(map_height(len(found.ranks)))
@@ -202,7 +201,7 @@ def time_line_figure(
     labels = {lane: f"{lane} ({counts[lane]:,})" for lane in lanes}
     for lane, label in labels.items():
         _add_lane(figure, lane, label, [item for item in moments if item.lane == lane], dark)
-    figure.update_layout(hovermode="closest", showlegend=len(progress) > 1)
+    figure.update_layout(hovermode="closest", showlegend=1 < len(progress) <= MOST_NAMED_ATTEMPTS)
     figure.update_xaxes(automargin=True, nticks=8)
     figure.update_yaxes(automargin=True, title_text="step", row=1, col=1)
     figure.update_yaxes(
@@ -236,6 +235,7 @@ def _add_progress(figure: go.Figure, progress: Sequence[Progress], dark: bool) -
 
 def _add_lane(figure: go.Figure, lane: str, label: str, moments: list[Moment], dark: bool) -> None:
     steps = ["" if item.step is None else f"step {item.step:,}<br>" for item in moments]
+    words = [chart_text(item.words, MOST_WORDS) for item in moments]
     figure.add_trace(
         go.Scatter(
             x=[formats.moment(item.time_unix_s) for item in moments],
@@ -248,9 +248,7 @@ def _add_lane(figure: go.Figure, lane: str, label: str, moments: list[Moment], d
                 "size": 10,
                 "color": palette(dark)[LANE_COLOURS[lane]],
             },
-            text=[
-                step + html.escape(item.words) for step, item in zip(steps, moments, strict=True)
-            ],
+            text=[step + what for step, what in zip(steps, words, strict=True)],
             hovertemplate="%{text}<br>%{x}<extra></extra>",
         ),
         row=2,
@@ -266,7 +264,7 @@ def bars_figure(
     figure.add_trace(
         go.Bar(
             x=list(values),
-            y=[html.escape(_shortened(name)) for name in names],
+            y=[chart_text(name, 34) for name in names],
             orientation="h",
             marker={"color": palette(dark)[0]},
             hovertemplate=f"%{{y}}: {hover}<extra></extra>",
@@ -276,11 +274,6 @@ def bars_figure(
     figure.update_xaxes(title_text=title, rangemode="tozero")
     figure.update_yaxes(type="category", autorange="reversed", nticks=len(names))
     return figure
-
-
-def _shortened(name: str, most: int = 34) -> str:
-    """The end of a long name, which tells paths apart."""
-    return name if len(name) <= most else "…" + name[1 - most :]
 
 
 def shares_figure(shares: Sequence[Share], dark: bool) -> go.Figure:

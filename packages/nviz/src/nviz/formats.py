@@ -1,5 +1,6 @@
 """How numbers, times and foreign text are written on the pages."""
 
+import html
 import math
 import re
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ import pyarrow as pa
 
 # Everything that starts markup in Streamlit's Markdown: emphasis, links, HTML, maths, directives.
 MARKUP = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&@/=])")
+# What turns the direction of the text around it, and what is no sign at all.
+CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 SYMBOLS = {
     "running": "▶",
     "stalled": "!",
@@ -22,7 +25,30 @@ SYMBOLS = {
 
 def escaped(text: str) -> str:
     """`text` as Markdown that shows it letter by letter, on one line."""
-    return MARKUP.sub(r"\\\1", " ".join(text.split()))
+    return MARKUP.sub(r"\\\1", one_line(text))
+
+
+def one_line(text: str) -> str:
+    """`text` on one line, without control signs."""
+    return without_controls(" ".join(text.split()))
+
+
+def without_controls(text: str) -> str:
+    """`text` with its control signs replaced, line ends aside: one may reverse all that stands
+    behind it, or command a terminal.
+    """
+    return CONTROLS.sub("\ufffd", text)
+
+
+def shortened(text: str, most: int) -> str:
+    """`text` of at most `most` signs: its beginning and its end, which tell names apart."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[: most - 1 - half]}…{text[-half:]}"
+
+
+def chart_text(text: str, most: int = 48) -> str:
+    """Foreign text for a chart, where Plotly reads some HTML: on one line, shortened, escaped."""
+    return html.escape(shortened(one_line(text), most), quote=False)
 
 
 def status(name: str) -> str:

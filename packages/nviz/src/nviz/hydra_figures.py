@@ -1,11 +1,10 @@
 """Charts of the judge pipeline: scores, quality of documents, acceptance, agreement."""
 
-import html
-
 import numpy as np
 import plotly.graph_objects as go
 
 from nviz.charts import DARK_PALETTE, GREY, PALETTE, View, base_figure
+from nviz.formats import chart_text
 from nviz.queries.hydra import Acceptance, Agreement, Quality, Scores
 
 
@@ -19,7 +18,7 @@ def score_figure(found: Scores, view: View, height: int = 240) -> go.Figure:
             go.Bar(
                 x=list(range(found.count_DS.shape[1])),
                 y=(found.count_DS[at] / totals[at]).tolist(),
-                name=html.escape(name),
+                name=chart_text(name),
                 marker={"color": palette[at % len(palette)]},
                 hovertemplate="%{y:.1%}",
             )
@@ -86,9 +85,9 @@ def agreement_figure(found: list[Agreement], view: View) -> go.Figure:
         triples = np.array([item.numbers["spearman"] for item in rows]).reshape(-1, 3)
         figure.add_trace(
             go.Scatter(
-                x=[html.escape(item.dimension) for item in rows],
+                x=[chart_text(item.dimension) for item in rows],
                 y=triples[:, 0].tolist(),
-                name=html.escape(head),
+                name=chart_text(head),
                 mode="markers",
                 marker={"size": 9, "color": palette[at % len(palette)]},
                 error_y={
@@ -112,6 +111,6 @@ def _add_thresholds(figure: go.Figure, thresholds: dict[str, float]) -> None:
         figure.add_vline(
             x=value,
             line={"color": GREY, "dash": "dot", "width": 1.4},
-            annotation_text=html.escape(f"{name} {value:.2f}"),
+            annotation_text=chart_text(f"{name} {value:.2f}"),
             annotation_position="top left" if name == "drop" else "top right",
         )

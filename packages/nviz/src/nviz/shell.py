@@ -28,7 +28,7 @@ from nviz.alerts import (
 )
 from nviz.charts import Drawing, Panel
 from nviz.errors import VizError
-from nviz.formats import escaped, moment, status
+from nviz.formats import escaped, moment, shortened, status
 from nviz.store import Run, Summary, Workspace
 from nviz.store.remote import MirrorState, mirror_of, shown
 from nviz.variables import RULES_VARIABLE, RUNS_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
@@ -169,7 +169,7 @@ def search_by_keyboard() -> None:
 
 def header(title: str, line: str) -> None:
     """A page's title, and one line that says what it shows and what to look for."""
-    st.title(escaped(title), anchor=False)
+    st.title(escaped(shortened(title, 100)), anchor=False)
     st.caption(line)
 
 
@@ -277,7 +277,7 @@ def status_line(run: Run, facts: list[str]) -> None:
     """The run's status as a badge, and short facts behind it."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         st.badge(status(run.status), color=BADGE_COLOURS.get(run.status, "gray"))  # type: ignore[arg-type]  # a Literal of colours
-        st.caption(" · ".join(escaped(fact) for fact in facts))
+        st.caption(" · ".join(escaped(shortened(fact, 160)) for fact in facts))
     if run.status == "unreadable":
         st.error(
             f"{escaped(run.problem or 'run.json cannot be read')}. What else is here is shown."

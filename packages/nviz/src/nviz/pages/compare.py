@@ -163,15 +163,20 @@ def show_bands(
     together = tell_apart(figure, view.log)
     shell.chart(figure, f"compare {metric}", f"{metric} of {len(made)} groups")
     shell.csv_button(f"compare {metric}", lambda: compare.band_arrow(made))
-    shorter = [formats.escaped(band.label) for band in made if band.shrinks]
+    shorter = [name(band.label) for band in made if band.shrinks]
     if shorter:
         st.caption(f"Not all runs reach the end; the line goes on with the rest: {shorter[0]}.")
     return together
 
 
+def name(label: str) -> str:
+    """A run's label within a sentence."""
+    return formats.escaped(formats.shortened(label, 48))
+
+
 def same_note(labels: Sequence[str]) -> str:
     """Which lines lie on one another."""
-    first = ", ".join(formats.escaped(label) for label in labels[:4])
+    first = ", ".join(name(label) for label in labels[:4])
     more = f" and {len(labels) - 4} more" if len(labels) > 4 else ""
     return f"{len(labels)} lines lie on one another, dashed so that each shows: {first}{more}."
 
@@ -181,14 +186,14 @@ def bad_notes(drawn: Sequence[Line], treated: str) -> list[str]:
     bad = [(line.label, len(line.bad_x)) for line in drawn if len(line.bad_x)]
     if not bad:
         return []
-    first = ", ".join(f"{formats.escaped(label)} ({count})" for label, count in bad[:4])
+    first = ", ".join(f"{name(label)} ({count})" for label, count in bad[:4])
     more = f" and {len(bad) - 4} more runs" if len(bad) > 4 else ""
     return [f":orange[{sum(c for _, c in bad)} non-finite values], {treated}: {first}{more}"]
 
 
 def missing_note(without: Sequence[str]) -> str:
     """Which runs have no such metric."""
-    first = ", ".join(formats.escaped(label) for label in without[:4])
+    first = ", ".join(name(label) for label in without[:4])
     more = f" and {len(without) - 4} more" if len(without) > 4 else ""
     return f"Not recorded by {first}{more}."
 
