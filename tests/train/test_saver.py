@@ -132,17 +132,20 @@ def test_a_file_past_the_page_cache_has_every_byte_and_is_read_back_from_the_dis
         pytest.skip("the file system of this machine's temporary files takes no direct writes")
     monkeypatch.setattr(direct, "_refused", set())
     used: list[bool] = []
+    refusals: list[str] = []
     real_write, real_control = os.write, direct.fcntl.fcntl
 
     def write(descriptor: int, data: Any) -> int:
         flag = bool(real_control(descriptor, direct.fcntl.F_GETFL) & direct.O_DIRECT)
         if flag and refuses == "the transfer":
+            refusals.append(refuses)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         used.append(flag)
         return real_write(descriptor, data)
 
     def control(descriptor: int, command: int, *value: int) -> Any:
         if value and value[0] & direct.O_DIRECT and refuses == "the flag":
+            refusals.append(refuses)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real_control(descriptor, command, *value)
 
@@ -161,6 +164,7 @@ def test_a_file_past_the_page_cache_has_every_byte_and_is_read_back_from_the_dis
     assert used[: len(used) // 2] == [refuses == "nothing"] * whole + [False] * (size % chunk > 0)
     told = [record for record in caplog.records if "O_DIRECT" in record.getMessage()]
     assert len(told) == (refuses != "nothing" and whole > 0), "once, where it is so"
+    assert len(refusals) == len(told), "nor is it asked again"
 
 
 def test_a_snapshot_is_the_tensors_however_they_lie_in_memory() -> None:
