@@ -30,6 +30,11 @@ class WeightQueue:
     def run(self) -> None:
         """Makes all that wait and adds them to the weights' `grad`."""
         for weight, x, grad in self._waiting:
+            for tensor in (x, grad):
+                if tensor.is_cuda:
+                    # It may have been made in a stream beside this one, and its memory must not be
+                    # given away there before the product has read it.
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
             product = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(weight.dtype)
             if weight.grad is None:
                 weight.grad = product
