@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and how it ends."""
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -277,6 +278,21 @@ def test_checkpoints_are_listed_and_a_damaged_file_is_named(call: Call, tmp_path
     code, out, _ = call("checkpoint", "ls", root.parent)
     assert (code, out.splitlines()[1].split("  ")[1]) == (0, "damaged")
     assert call("checkpoint", "verify", root / "step-00000004")[0] == 2
+
+
+def test_a_checkpoint_of_another_format_is_not_called_damaged(call: Call, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 2, {"model.a": torch.ones(3)}, {}, keep=1)
+    meta = json.loads((folder / "meta.json").read_text())
+    content = json.dumps(meta | {"schema_version": 2}).encode()
+    (folder / "meta.json").write_bytes(content)
+    (folder / "COMPLETE").write_text(hashlib.sha256(content).hexdigest())
+    code, out, err = call("checkpoint", "ls", tmp_path)
+    assert (code, out.split("  ")[1], err) == (0, "other format", "")
+    for words in (["verify", tmp_path], ["convert", folder, tmp_path / "new"]):
+        code, out, err = call("checkpoint", *words)
+        assert (code, out) == (2, "")
+        assert "E-CHECKPOINT-VERSION" in err and "format 2" in err and err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_checkpoints_at_a_url_are_listed_and_verified(

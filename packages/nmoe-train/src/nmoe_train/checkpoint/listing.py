@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from nmoe_train.errors import TrainError
 from nmoe_train.storage.folders import (
     COMPLETE,
+    CORRUPT,
     FOLDER_NAME,
     META,
     all_checkpoints,
@@ -25,12 +26,13 @@ PATIENCE_S = 15.0
 
 @dataclass(frozen=True)
 class Listed:
-    """One folder. `layout` and `tokens` are None where its meta.json is missing or damaged."""
+    """One folder. `layout` and `tokens` are None where its meta.json is missing or not read."""
 
     name: str
     step: int
     status: str
-    """`complete`, `unfinished` (does not exist for a resume), or `damaged`."""
+    """`complete`, `unfinished` (does not exist for a resume), `damaged`, or `other format` (of
+    another version of nmoe-train, which alone reads it)."""
     files: int
     size: int
     """Bytes of all its files."""
@@ -138,8 +140,8 @@ def _entry(name: str, sizes: dict[str, int], read: Callable[[], dict[str, Any]])
     if status == "complete":
         try:
             meta = read()
-        except TrainError:
-            status = "damaged"
+        except TrainError as error:
+            status = "damaged" if error.code == CORRUPT else "other format"
     digits = name.removeprefix("step-")
     step = int(digits) if digits.isdecimal() else int(meta.get("step", 0))
     layout, tokens = meta.get("layout"), meta.get("tokens")
