@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from nmoe_kernels.rdep import ExpertParallel
 from nmoe_train.checkpoint import gather_state, owned_state, state_boxes, state_places
 from nmoe_train.config import Config
 from nmoe_train.model import Transformer, initialise
 from nmoe_train.model.initialise import STACKED_EXPERTS
 from nmoe_train.model.tensor import TensorParallel
 from nmoe_train.parallel import Layout
-from nmoe_train.parallel.groups import make_groups
+from nmoe_train.parallel.experts import exchange_record
+from nmoe_train.parallel.groups import Groups, make_groups
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 Tiny = Callable[..., Config]
 OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
@@ -133,3 +136,31 @@ def test_each_rank_starts_with_its_part_and_all_parts_are_written_once(
             here.copy_(tensor)
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
     assert whole["model.layers.1.moe.experts.3.gate_up"].shape == (2, 10, 36)
+
+
+def test_an_assignment_that_reaches_no_expert_counts_once(
+    config: Config, on_ranks: OnRanks
+) -> None:
+    def on_rank() -> tuple[float, int]:
+        layout = Layout(tp=TP, ep=2, etp=ETP, rank=dist.get_rank())
+        groups = Groups(layout, _get_default_store(), **make_groups(layout, torch.device("cpu")))
+        sizes = {"experts": 4, "width": 36, "slots": 2, "tokens_max": 8}
+        with ExpertParallel(groups.expert, **sizes, dtype=torch.float32, device="cpu") as experts:
+            model = Transformer(
+                config.model,
+                VOCABULARY,
+                tensor=TensorParallel(groups.tensor),
+                expert_tensor=TensorParallel(groups.expert_tensor),
+                expert_parallel=experts,
+            )
+            initialise(model, config.model, seed=3)
+            x_BsH = torch.randn(1, 2, 36)
+            if layout.rank == 1:
+                x_BsH[0, 0] = torch.nan
+            with torch.no_grad():
+                _, report = model.moe_blocks()[1](x_BsH, 2 * TP)
+            record = exchange_record(experts.counters(), groups)
+        return record["router/dropped"], int(report.invalid)
+
+    # One token, of two experts.
+    assert on_ranks(TP, on_rank) == [(2, 0), (2, 1), (2, 0), (2, 0)]

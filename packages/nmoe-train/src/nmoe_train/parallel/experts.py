@@ -45,7 +45,9 @@ def exchange_record(step: Counters, groups: Groups) -> dict[str, float]:
     Rows, bytes and times are this rank's; assignments that reached no expert are those of all.
     """
     waits_ms = (step.wait_s_R * 1e3).tolist()
-    (dropped,) = groups.counts(int(step.dropped))
+    (counted,) = groups.counts(int(step.dropped))
+    # Neighbours that split experts have each other's tokens, and count the same ones.
+    dropped = counted // groups.layout.etp
     hidden = step.hidden_ms / step.exchange_ms if step.exchange_ms else None
     return {
         **({} if hidden is None else {"overlap_ratio": hidden}),
