@@ -187,9 +187,11 @@ def run_case(number: int, case: dict[str, Any], folder: Path) -> None:
     for descriptor, before in zip((1, 2), kept, strict=True):
         os.dup2(before, descriptor)
         os.close(before)
+    # Models are cycles, and errors hold what their frames held: without this, groups and their
+    # threads stay beside those of later cases.
+    gc.collect()
     if dist.is_initialized():
-        # A process that fails leaves this to its end. Errors hold what their frames held.
-        gc.collect()
+        # A process that fails leaves this to its end.
         dist.destroy_process_group()
     out.with_suffix(".json").write_text(json.dumps({"code": code, "steps": recorder.steps}))
 
