@@ -149,7 +149,12 @@ def test_neighbours_split_experts_and_runs_of_them_hold_all(etp: int, ep: int) -
         (
             {"parallel.pp": 2, "model.layers": 5, **INTERLEAVED, "parallel.pipeline.chunks": 3},
             "parallel.pp * chunks = 2 * 3 runs of layers, in a model of 5 layers; the nearest pp "
-            "that has a layer for each is 1",
+            "that has a layer for each is 1, or set parallel.pipeline.chunks to 2 at most",
+        ),
+        (
+            {"parallel.pp": 4, "model.layers": 4, **INTERLEAVED, "parallel.pipeline.chunks": 6},
+            "runs of layers, in a model of 4 layers; with parallel.pipeline.chunks = 2 the nearest "
+            "pp that has is 2",
         ),
         (
             {"parallel.pp": 2, "parallel.pipeline.schedule": "interleaved"},

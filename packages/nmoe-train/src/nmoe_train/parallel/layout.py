@@ -239,12 +239,8 @@ def _check_stages(config: Config) -> None:
         )
     if parts > layers:
         of = f"parallel.pp = {pp}" if chunks == 1 else f"parallel.pp * chunks = {pp} * {chunks}"
-        possible = _nearest(pp, set(range(1, layers // chunks + 1)))
         raise _problem(
-            f"{of} runs of layers, in a model of {layers} layers",
-            f"the nearest pp that has a layer for each is {possible}"
-            if possible
-            else f"set parallel.pipeline.chunks to {layers // pp} at most",
+            f"{of} runs of layers, in a model of {layers} layers", _fewer_parts(pp, chunks, layers)
         )
     split = pipeline.split
     if split is not None and (len(split) != parts or sum(split) != layers):
@@ -252,6 +248,18 @@ def _check_stages(config: Config) -> None:
             f"parallel.pipeline.split lists {len(split)} numbers that sum to {sum(split)}",
             f"list {parts} numbers that sum to the {layers} layers, or leave it out",
         )
+
+
+def _fewer_parts(pp: int, chunks: int, layers: int) -> str:
+    """The nearest numbers of stages, and of runs on each, that have a layer for each."""
+    stages, most = _nearest(pp, range(1, layers // chunks + 1)), layers // pp
+    remedies = [f"the nearest pp that has a layer for each is {stages}"] if stages else []
+    if chunks > 1 and most > 1:
+        remedies.append(f"set parallel.pipeline.chunks to {most} at most")
+    if not remedies:
+        possible = _nearest(pp, range(1, max(1, layers // 2) + 1))
+        remedies = [f"with parallel.pipeline.chunks = 2 the nearest pp that has is {possible}"]
+    return ", or ".join(remedies)
 
 
 def _check_micro_batches(config: Config, dp: int) -> None:
