@@ -4,6 +4,7 @@ Three ranks share what three does not divide: 41 tokens of the vocabulary, 4 exp
 and 17.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -176,3 +177,13 @@ def test_after_a_forward_without_backward_weights_are_in_parts_again(
         return gathered and isinstance(model.output_weight, DTensor)
 
     assert on_ranks(RANKS, on_rank) == [True] * RANKS
+
+
+def test_users_are_not_warned_of_what_nobody_does(config: Config, on_ranks: OnRanks) -> None:
+    def on_rank() -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            model, _ = sharded(config)
+            backward(model, dist.get_rank())
+        return [str(warning.message) for warning in told]
+
+    assert on_ranks(RANKS, on_rank) == [[]] * RANKS

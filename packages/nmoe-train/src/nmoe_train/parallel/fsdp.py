@@ -7,6 +7,7 @@ gradients are summed, not averaged, in fp32. Norms and routers are small and sta
 Micro-batches accumulate whole gradients, and ranks add them once, in the last one's backward.
 """
 
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
@@ -40,6 +41,8 @@ def shard_weights(model: Transformer, groups: Groups, device: torch.device) -> N
     )
     small = {parameter for name, parameter in model.named_parameters() if is_small(name)}
     stacks = {p for block in model.moe_blocks().values() for p in block.experts.parameters()}
+    # Experts return a view of rows, and nothing changes it in place.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w*MoE\) returned a view")
     if groups.replicas is not None:
         mesh = DeviceMesh.from_group(groups.replicas, device.type)
         for block in model.moe_blocks().values():
