@@ -142,6 +142,29 @@ def test_the_other_pages_open_from_the_menu_and_keep_the_run(page: Page, served:
     expect(page.get_by_test_id("stDataFrame").first).to_contain_text("sweep/done")
 
 
+@pytest.mark.parametrize("address", ["compare", "experiments"])
+def test_coming_back_to_chosen_runs_finds_them_again(
+    page: Page, served: Served, address: str
+) -> None:
+    page.goto(f"{served.address}/{address}?runs=sweep/done")
+    chosen = page.get_by_test_id("stMultiSelect").first
+    for back in (False, True):
+        expect(chosen).to_contain_text("sweep/done")
+        expect(chosen).not_to_contain_text("live")
+        expect(page).to_have_url(re.compile(r"\?runs=sweep(/|%2F)done$"))
+        page.get_by_role("link", name="SQL").click()
+        expect(page.get_by_role("heading", name="SQL")).to_be_visible()
+        if back:
+            page.go_back()
+        else:
+            page.get_by_role("link", name=address.capitalize()).click()
+    expect(chosen).to_contain_text("sweep/done")
+    expect(chosen).not_to_contain_text("live")
+    chosen.get_by_role("button", name="Clear all").click()
+    expect(page).not_to_have_url(re.compile("runs="))
+    expect(chosen).not_to_contain_text("sweep/done")
+
+
 @pytest.mark.parametrize(
     ("address", "status"), [("run", "running"), ("run", "completed"), ("configuration", "failed")]
 )

@@ -184,8 +184,8 @@ def test_what_a_run_holds_does_not_command_the_terminal(root: Path, nviz: Nviz) 
     assert [line.split()[-1] for line in table.splitlines()] == ["lines", "two", "lines"]
     raw = nviz("query", str(root), name, "--json").stdout
     assert json.loads(raw)["name"] == "\x1b[31mred\x07 \u202eback"
-    refused = nviz("query", str(root), "SELECT error('\x1b[31m')").stderr
-    assert refused.startswith("error E-SQL: ") and "\x1b" not in refused
+    refused = nviz("query", f"{root}/no\x1b[31m", "SELECT 1").stderr
+    assert refused.startswith("error E-RUNS-MISSING: ") and "no?[31m is" in refused
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])

@@ -44,6 +44,8 @@ BADGE_COLOURS = {
     "failed": "red",
     "unreadable": "red",
 }
+# Names in the session and, of the chosen runs, in the address.
+PAGE, ENTERED, RUNS = "page_shown", "page_entered", "runs"
 PAGES = Path(__file__).with_name("pages")
 START_HINT = "nmoe-train quickstart"
 
@@ -169,6 +171,9 @@ def search_by_keyboard() -> None:
 
 def header(title: str, line: str) -> None:
     """A page's title, and one line that says what it shows and what to look for."""
+    # The address alone does not tell coming back to a page from clearing what it shows.
+    st.session_state[ENTERED] = st.session_state.get(PAGE) != title
+    st.session_state[PAGE] = title
     st.title(escaped(shortened(title, 100)), anchor=False)
     st.caption(line)
 
@@ -267,10 +272,32 @@ def current(run: Run) -> Run:
     return found
 
 
-def keep_choice(name: str, keys: Sequence[str]) -> None:
-    """Puts what is chosen at first into the address, as runs that come later change it."""
-    if name not in st.query_params and name not in st.session_state:
-        st.session_state[name] = st.query_params[name] = list(keys)
+def choose_several(
+    runs: Mapping[str, Run], first: Sequence[str], most: int, placeholder: str, help: str | None
+) -> list[str]:
+    """Keys of the runs that the reader chose, at most `most`; on coming back to the page those that
+    were chosen last, before that `first`. They are put into the address, as runs that come later
+    change the first choice.
+    """
+    last = f"runs of {st.session_state[PAGE]}"
+    is_new = st.session_state[ENTERED] or RUNS not in st.session_state
+    if is_new and RUNS not in st.query_params:
+        keys = [key for key in st.session_state.get(last) or first if key in runs]
+        if keys:
+            st.session_state[RUNS] = st.query_params[RUNS] = keys
+            # After the browser's Back the field takes its value from the address that came in.
+            st.rerun()
+    keys = st.multiselect(
+        "Runs",
+        list(runs),
+        key=RUNS,
+        bind="query-params",
+        max_selections=most,
+        placeholder=placeholder,
+        help=help,
+    )
+    st.session_state[last] = keys
+    return keys
 
 
 def status_line(run: Run, facts: list[str]) -> None:

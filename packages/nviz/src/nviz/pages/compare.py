@@ -36,15 +36,9 @@ def choose_runs(runs: Mapping[str, Run]) -> list[Run]:
         icon=":material/search:",
     )
     matching = [key for key, run in runs.items() if words and run.matches(words)]
-    if not words:
-        shell.keep_choice("runs", first_choice(runs))
-    keys = st.multiselect(
-        "Runs",
-        list(runs),
-        key="runs",
-        bind="query-params",
-        max_selections=MOST_RUNS,
-        placeholder="Choose runs, or add those that match",
+    first = [] if words else first_choice(runs)
+    keys = shell.choose_several(
+        runs, first, MOST_RUNS, "Choose runs, or add those that match", help=None
     )
     wanted = list(dict.fromkeys([*keys, *matching]))
     if len(wanted) > MOST_RUNS:

@@ -25,15 +25,12 @@ def first_choice(runs: dict[str, Run]) -> list[str]:
 
 def choose(runs: dict[str, Run]) -> list[Run]:
     """The runs to compare, kept in the address."""
-    shell.keep_choice("runs", first_choice(runs))
-    keys = st.multiselect(
-        "Runs",
-        list(runs),
-        key="runs",
-        bind="query-params",
-        max_selections=MOST_RUNS,
-        placeholder="Choose runs to compare",
-        help=f"Up to {MOST_RUNS}; the first is at the left",
+    keys = shell.choose_several(
+        runs,
+        first_choice(runs),
+        MOST_RUNS,
+        "Choose runs to compare",
+        f"Up to {MOST_RUNS}; the first is at the left",
     )
     return [runs[key] for key in keys if key in runs]
 
