@@ -1,6 +1,7 @@
 """A save costs the training a copy of its state, and nothing that the storage does reaches it."""
 
 import errno
+import hashlib
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nmoe_train.checkpoint.direct as direct
@@ -31,6 +33,7 @@ from torch import Tensor
 
 META: dict[str, Any] = {"tokens": 128, "updates": 2, "fields": {}}
 STALL_S = 10.0
+LONG_S = 60.0
 State = dict[str, Tensor]
 Tiny = Callable[..., Config]
 Run = Callable[..., Outcome]
@@ -165,6 +168,57 @@ def test_a_file_past_the_page_cache_has_every_byte_and_is_read_back_from_the_dis
     told = [record for record in caplog.records if "O_DIRECT" in record.getMessage()]
     assert len(told) == (refuses != "nothing" and whole > 0), "once, where it is so"
     assert len(refusals) == len(told), "nor is it asked again"
+
+
+class LateDigest:
+    """A SHA-256 that takes a chunk only once as many transfers as it needs have been made.
+
+    `ahead`: how many more than the chunk's number. What does not come in `LONG_S` is an error.
+    """
+
+    def __init__(self, transfers: list[int], ahead: int) -> None:
+        self._digest, self._transfers, self._ahead = hashlib.sha256(), transfers, ahead
+        self._chunks = 0
+
+    def update(self, chunk: memoryview) -> None:
+        self._chunks += 1
+        until_s = time.monotonic() + LONG_S
+        while len(self._transfers) < self._chunks + self._ahead:
+            assert time.monotonic() < until_s, "the transfer waits for the digest"
+            time.sleep(0.001)
+        time.sleep(0.01)  # for one that runs too far ahead
+        self._digest.update(chunk)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+@pytest.mark.parametrize("chunk", [8192, 8190], ids=["direct", "cached"])
+def test_chunks_are_hashed_while_others_are_written_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("nmoe_train.checkpoint.body.CHUNK_BYTES", chunk)
+    file, transfers = tmp_path / "file", list[int]()
+    body = Body({"model.a": torch.randn(20_001)})
+
+    def noted(real: Callable[..., int]) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            transfers.append(real(*arguments))
+            return transfers[-1]
+
+        return call
+
+    for name in ("write", "readv"):
+        monkeypatch.setattr(direct.os, name, noted(getattr(os, name)))
+    late = SimpleNamespace(sha256=lambda: LateDigest(transfers, 0))
+    monkeypatch.setattr("nmoe_train.checkpoint.body.hashlib", late)
+    body.write(file)
+    assert body.sha256 == sha256_file(file)
+    transfers.clear()
+    # It is read on into the other half while this one is hashed.
+    late = SimpleNamespace(sha256=lambda: LateDigest(transfers, 1))
+    monkeypatch.setattr(direct, "hashlib", late)
+    assert direct.sha256_from_disk(file, chunk) == body.sha256
 
 
 def test_a_snapshot_is_the_tensors_however_they_lie_in_memory() -> None:

@@ -3,7 +3,7 @@
 The format is a length (8 bytes, little-endian), a JSON header of names, types, shapes and places,
 and the tensors' bytes without gaps, the widest types first, so that each starts aligned. It is
 written here, not by the library, which copies every tensor once more: the bytes go from the
-snapshot to the disk in pieces that other threads can run beside, and are hashed on the way.
+snapshot to the disk in pieces that other threads can run beside, and one of these hashes them.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,14 @@ class Body:
         """Writes a new file and makes it durable. Raises OSError, also where there is one."""
         digest, began_s, written = hashlib.sha256(), time.monotonic(), 0
         size = sum(len(part) for part in self._parts())
-        with contextlib.closing(DirectWriter(path, CHUNK_BYTES, size)) as file:
+        with (
+            ThreadPoolExecutor(1, "hash") as beside,
+            contextlib.closing(DirectWriter(path, CHUNK_BYTES, size)) as file,
+        ):
             for chunk in self._chunks():
-                digest.update(chunk)
+                hashed = beside.submit(digest.update, chunk)
                 file.write(chunk)
+                hashed.result()
                 written += len(chunk)
                 if self._limit is not None:
                     time.sleep(max(0.0, began_s + written / self._limit - time.monotonic()))

@@ -10,9 +10,11 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import logging
 import mmap
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +92,13 @@ def sha256_from_disk(path: Path, chunk_bytes: int) -> str:
         size = os.fstat(descriptor).st_size
         direct = chunk_bytes % BLOCK == 0 and size >= chunk_bytes
         direct = direct and _turn(descriptor, path, on=True)
-        with mmap.mmap(-1, max(chunk_bytes, BLOCK)) as buffer, memoryview(buffer) as view:
+        with ThreadPoolExecutor(1, "hash") as beside:
+            # One is read into while the other is hashed.
+            buffers = [mmap.mmap(-1, max(chunk_bytes, BLOCK)) for _ in range(2)]
+            hashed: Future[None] | None = None
             # The end of a file is shorter than a block, which a direct read may refuse.
             whole = size - size % chunk_bytes if direct else 0
-            while True:
+            for view in itertools.cycle(map(memoryview, buffers)):
                 try:
                     read = os.readv(descriptor, [view])
                 except OSError as error:
@@ -104,7 +109,9 @@ def sha256_from_disk(path: Path, chunk_bytes: int) -> str:
                 else:
                     if not read:
                         break
-                    digest.update(view[:read])
+                    if hashed is not None:
+                        hashed.result()
+                    hashed = beside.submit(digest.update, view[:read])
                     whole -= read
                 if direct and whole <= 0:
                     direct = False
