@@ -210,6 +210,23 @@ def test_a_run_that_vanishes_while_it_is_shown(
     assert "There is no run" in texts(app)
 
 
+def test_a_root_that_vanishes_while_it_is_served_is_said(
+    root: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nviz.store.workspace.INDEX_S", 0.0)
+    trained(root, "a", steps=20)
+    for page in ("runs", "run"):
+        app = open_page(page)
+        moved = root.rename(root.with_name("moved"))
+        app.run()
+        assert not app.exception
+        assert "is gone" in texts(app) and "No runs here yet" not in texts(app)
+        moved.rename(root)
+        app.run()
+        assert "is gone" not in texts(app)
+        assert app.dataframe or charts(app)
+
+
 def test_axis_and_earlier_attempts_come_from_the_address(root: Path, open_page: Open) -> None:
     run = RunFolder(root, "a", attempt=2)
     run.append(*[record(step) for step in range(20)])

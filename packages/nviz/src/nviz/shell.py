@@ -186,6 +186,9 @@ def section(title: str, line: str) -> None:
 
 def empty_root(root: Path) -> None:
     """The page of a folder without runs: what would be here, and how to make it."""
+    if not root.is_dir():
+        st.error(f"The folder {escaped(str(root))} is gone. Its runs appear once it is back.")
+        return
     with st.container(border=True):
         st.subheader("No runs here yet", anchor=False)
         st.write("A run appears here as soon as a trainer writes its folder. Start a small one:")
