@@ -94,11 +94,11 @@ def sha256_from_disk(path: Path, chunk_bytes: int) -> str:
         direct = direct and _turn(descriptor, path, on=True)
         with ThreadPoolExecutor(1, "hash") as beside:
             # One is read into while the other is hashed.
-            buffers = [mmap.mmap(-1, max(chunk_bytes, BLOCK)) for _ in range(2)]
+            views = [memoryview(mmap.mmap(-1, max(chunk_bytes, BLOCK))) for _ in range(2)]
             hashed: Future[None] | None = None
             # The end of a file is shorter than a block, which a direct read may refuse.
             whole = size - size % chunk_bytes if direct else 0
-            for view in itertools.cycle(map(memoryview, buffers)):
+            for view in itertools.cycle(views):
                 try:
                     read = os.readv(descriptor, [view])
                 except OSError as error:
