@@ -226,11 +226,19 @@ def test_a_live_page_grows_without_being_reloaded(page: Page, served: Served) ->
 def test_tables_and_charts_are_downloaded(page: Page, served: Served) -> None:
     page.goto(f"{served.address}/gpus?run=full")
     settle(page, 6, 1)
+    # One below each chart, the last one below the table.
+    buttons = page.get_by_role("button", name="CSV", exact=True)
+    expect(buttons).to_have_count(7)
     with page.expect_download() as download:
-        page.get_by_role("button", name="CSV", exact=True).click()
+        buttons.last.click()
     lines = Path(download.value.path()).read_text().splitlines()
     assert download.value.suggested_filename == "gpus.csv"
     assert lines[0].startswith('"rank","utilisation_percent"') and len(lines) == 5
+    with page.expect_download() as download:
+        buttons.first.click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert download.value.suggested_filename == "gpu Utilisation.csv"
+    assert lines[0] == '"rank","time_unix_s","utilisation_percent"' and len(lines) == 1 + 4 * 90
     page.locator(".js-plotly-plot").first.hover()
     with page.expect_download() as download:
         page.locator(".modebar-btn[data-title^='Download plot']").first.click()
