@@ -274,7 +274,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 # Lines closer than this part of a chart's height, a pixel or two, look like one.
 SAME = 200
 # Of lines on one another the lowest is solid; the next ones leave it and each other room.
-ON_TOP = ("12px,12px", "5px,19px", "0px,14px,6px,4px")
+ON_TOP = ("12px,12px", "6px,6px", "3px,3px")
 
 
 def line_style(at: int, dark: bool) -> dict[str, object]:
