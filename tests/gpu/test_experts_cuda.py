@@ -1,4 +1,4 @@
-"""The Triton experts on CUDA: every tuning choice, and the faults that others have had.
+"""The fused experts on CUDA, every backend: launches, and the faults that others have had.
 
 The truth is the loop over experts in fp64, which the CPU tests compare with a loop over tokens.
 
@@ -11,6 +11,7 @@ from moe_oracle import relative_error
 from nmoe_kernels import MoE, RouterConfig, Routing, moe, route
 from nmoe_kernels.gemm import products
 from nmoe_kernels.gemm.launches import CANDIDATES, forced, launch_for
+from nmoe_kernels.hardware import BACKEND_VARIABLE, FUSED, why_unusable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +24,16 @@ pytestmark = [
 # bf16 keeps 8 bits; inputs are of unit scale and errors are norm over norm.
 TOLERANCE = 2e-2
 LAUNCHES = [(product, launch) for product, known in CANDIDATES.items() for launch in known]
+
+
+@pytest.fixture(autouse=True, params=FUSED)
+def backend(request, monkeypatch):
+    """The backend that is picked where none is asked for."""
+    refusal = why_unusable(request.param, "cuda", torch.bfloat16)
+    if refusal:
+        pytest.skip(refusal)
+    monkeypatch.setenv(BACKEND_VARIABLE, request.param)
+    return request.param
 
 
 def routed(ids, weights, experts):
@@ -51,7 +62,7 @@ def draw(tokens, width, expert_width, experts, top_k):
     return ids, (x, weights, gate_up.bfloat16(), down.bfloat16())
 
 
-def run(ids, given, grad, backend="triton", **options):
+def run(ids, given, grad, backend=None, **options):
     """Output and the gradients of what is given."""
     inputs = [tensor.detach().requires_grad_() for tensor in given]
     experts = given[2].shape[0]
@@ -80,7 +91,9 @@ def make_layer(config, width=256, expert_width=128, **options):
 @pytest.mark.parametrize(
     ("product", "launch"), LAUNCHES, ids=[f"{p}-{number}" for number, (p, _) in enumerate(LAUNCHES)]
 )
-def test_every_tuning_choice_is_right(product, launch, monkeypatch, poisoned_memory):
+def test_every_tuning_choice_is_right(product, launch, backend, monkeypatch, poisoned_memory):
+    if backend != "triton":
+        pytest.skip("choices are those of the Triton kernels")
     used = []
 
     def noted(name, *sizes):
@@ -147,7 +160,7 @@ def test_dropped_slots_of_any_kind_add_nothing(poisoned_memory):
 
 
 def test_rows_that_are_not_finite_reach_no_other(poisoned_memory):
-    layer = make_layer(RouterConfig(16, 4, "softmax"), backend="triton")
+    layer = make_layer(RouterConfig(16, 4, "softmax"))
     x = torch.randn(600, 256, device="cuda").bfloat16()
     clean = x.clone()
     bad = [0, 129, 599]
@@ -205,7 +218,7 @@ def test_a_changed_last_token_leaves_all_earlier_bits():
 
 
 def test_the_task_loss_reaches_the_router():
-    layer = make_layer(RouterConfig(16, 4, "softmax"), backend="triton")
+    layer = make_layer(RouterConfig(16, 4, "softmax"))
     x = torch.randn(700, 256, device="cuda").bfloat16()
     y, routing = layer(x)
     grad = torch.randn_like(y)
@@ -226,7 +239,7 @@ def test_the_task_loss_reaches_the_router():
 
 
 def test_checkpointing_replays_the_routes_and_counts_once():
-    layer = make_layer(RouterConfig(32, 4, "sigmoid"), backend="triton")
+    layer = make_layer(RouterConfig(32, 4, "sigmoid"))
     with torch.no_grad():
         layer.router.weight[16:] = layer.router.weight[:16]  # every choice is a tie
     x = torch.randn(900, 256, device="cuda").bfloat16()
@@ -315,7 +328,7 @@ def test_where_tensors_lie_does_not_matter(change, which, poisoned_memory):
     moved_ids = change(ids) if which in ("ids", "all") else ids
     moved_grad = change(grad) if which in ("grad", "all") else grad
     inputs = [tensor.detach().requires_grad_() for tensor in moved]
-    y = moe(inputs[0], routed(moved_ids, inputs[1], 12), *inputs[2:], backend="triton")
+    y = moe(inputs[0], routed(moved_ids, inputs[1], 12), *inputs[2:])
     got = [y.detach(), *torch.autograd.grad(y, inputs, moved_grad)]
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
@@ -323,15 +336,15 @@ def test_where_tensors_lie_does_not_matter(change, which, poisoned_memory):
 
 def test_weights_may_be_shared_between_layers_and_be_views():
     config = RouterConfig(8, 2, "softmax")
-    first, second = (make_layer(config, backend="triton") for _ in range(2))
+    first, second = (make_layer(config) for _ in range(2))
     # One block of memory holds both weights, transposed; both layers use it.
     block = nn.Parameter(torch.randn(8, 3 * 128, 256, device="cuda").bfloat16() * 256**-0.5)
     x = torch.randn(300, 256, device="cuda").bfloat16()
     gate_up, down = block[:, :256], block[:, 256:].transpose(1, 2)
-    routing = [layer.router(x, "triton") for layer in (first, second)]
+    routing = [layer.router(x) for layer in (first, second)]
     y = x
     for chosen in routing:
-        y = moe(y, chosen, gate_up, down, backend="triton")
+        y = moe(y, chosen, gate_up, down)
     grad = torch.randn_like(y)
     y.backward(grad)
     wide = block.detach().double().requires_grad_()
@@ -400,7 +413,7 @@ def test_weights_may_hold_more_than_two_to_the_31_values():
 
 @pytest.mark.parametrize("config", [RouterConfig(16, 4, "softmax"), RouterConfig(64, 6, "sigmoid")])
 def test_forward_and_backward_replay_from_a_captured_graph(config):
-    layer = make_layer(config, backend="triton")
+    layer = make_layer(config)
     x = torch.randn(777, 256, device="cuda").bfloat16().requires_grad_()
     grad = torch.randn_like(x)
     inputs = (x, *layer.parameters())
@@ -429,7 +442,7 @@ def test_forward_and_backward_replay_from_a_captured_graph(config):
 
 def test_forward_without_gradients_keeps_no_pre_activation():
     tokens, width, expert_width = 8192, 512, 2048
-    layer = make_layer(RouterConfig(16, 4, "sigmoid"), width, expert_width, backend="triton")
+    layer = make_layer(RouterConfig(16, 4, "sigmoid"), width, expert_width)
     x = torch.randn(tokens, width, device="cuda").bfloat16()
     h_bytes = tokens * 4 * 2 * expert_width * 2
 
@@ -463,7 +476,7 @@ def test_forward_without_gradients_keeps_no_pre_activation():
 
 def test_a_backward_makes_no_second_pre_activation():
     tokens, width, expert_width = 8192, 512, 2048
-    layer = make_layer(RouterConfig(16, 4, "sigmoid"), width, expert_width, backend="triton")
+    layer = make_layer(RouterConfig(16, 4, "sigmoid"), width, expert_width)
     x = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
     inputs, grad = (x, *layer.parameters()), torch.randn_like(x)
     for _ in range(2):  # the first compiles
@@ -480,7 +493,7 @@ def test_a_backward_makes_no_second_pre_activation():
 
 
 def test_a_layer_trains_under_compile_and_autocast():
-    layer = make_layer(RouterConfig(16, 4, "sigmoid"), backend="triton")
+    layer = make_layer(RouterConfig(16, 4, "sigmoid"))
     x = torch.randn(512, 256, device="cuda").bfloat16().requires_grad_()
     inputs, grad = (x, *layer.parameters()), torch.randn(512, 256, device="cuda").bfloat16()
     want = torch.autograd.grad(layer(x)[0], inputs, grad)
@@ -492,12 +505,12 @@ def test_a_layer_trains_under_compile_and_autocast():
 
 
 def test_the_router_of_the_layer_is_the_fused_one():
-    layer = make_layer(RouterConfig(16, 4, "sigmoid"), backend="triton")
+    layer = make_layer(RouterConfig(16, 4, "sigmoid"))
     x = torch.randn(64, 256, device="cuda").bfloat16()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         layer(x)
         torch.cuda.synchronize()
     kernels = {event.key for event in profile.key_averages()}
     assert any("choose_kernel" in name for name in kernels), kernels
-    got, want = layer(x)[1], route(x, layer.router.weight, layer.router.config, backend="triton")
+    got, want = layer(x)[1], route(x, layer.router.weight, layer.router.config)
     assert torch.equal(got.ids_TK, want.ids_TK)

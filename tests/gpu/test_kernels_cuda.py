@@ -17,6 +17,7 @@ pytestmark = [
 
 TYPES = (torch.float32, torch.bfloat16)
 CASES = [
+    ("cute", torch.bfloat16),
     ("triton", torch.bfloat16),
     ("torch", torch.float32),
     ("torch", torch.bfloat16),

@@ -16,8 +16,7 @@ from unittest.mock import patch
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from nmoe_kernels.gemm import products
-from nmoe_kernels.gemm import triton as experts_triton
+from nmoe_kernels.gemm import fused, products
 from nmoe_kernels.gemm.plan import plan_rows
 from nmoe_kernels.router import RouterConfig
 from nmoe_kernels.router import triton as router_triton
@@ -42,7 +41,7 @@ def main() -> None:
         tensor.requires_grad_()
 
     def layer(*given: Tensor, recompute: bool = False) -> Tensor:
-        return experts_triton.expert_mlp(given[0], ids, *given[1:], recompute=recompute)
+        return fused.expert_mlp(given[0], ids, *given[1:], recompute=recompute)
 
     grad = torch.randn(TOKENS, WIDTH).half()
     y, other = layer(*inputs), layer(*inputs, recompute=True)
@@ -107,7 +106,7 @@ def checked(ids: Tensor, inputs: Sequence[Tensor]) -> dict[str, str]:
     plan = plan_rows(ids, EXPERTS)
     calls = {
         "route": (router_triton._route, (*router_inputs(), None, 2, True, 3, 2, True, 1.5)),
-        "expert_mlp": (experts_triton._forward, (*inputs, True, *plan)),
+        "expert_mlp": (fused._forward, (*inputs, True, "triton", *plan)),
     }
     answers = {}
     for name, (operator, arguments) in calls.items():

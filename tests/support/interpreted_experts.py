@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from moe_oracle import expert, relative_error
-from nmoe_kernels.gemm.triton import expert_mlp
+from nmoe_kernels.gemm.fused import expert_mlp
 
 
 def main(tokens: int, width: int, expert_width: int, experts: int, slots: int, drop: int) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from nmoe_kernels.gemm import plan as plans
+from nmoe_kernels.gemm import tiles as tile_kernels
 from nmoe_kernels.gemm.plan import TILE_ROWS, plan_rows
 
 # What new memory of integers holds when torch fills it to be deterministic.
@@ -39,24 +40,26 @@ def ids_and_experts(draw):
 
 
 @settings(max_examples=int(sys.argv[1]), deadline=None, database=None)
-@given(ids_and_experts())
-def rows_are_placed(case):
+@given(ids_and_experts(), st.sampled_from([TILE_ROWS, 1]))
+def rows_are_placed(case, size):
     """Every assignment has one row, in stable order, in whole tiles of its expert."""
     ids, experts = case
     slots, flat = ids.shape[1], ids.flatten().tolist()
-    plan = plan_rows(torch.from_numpy(ids), experts)
+    plan = plan_rows(torch.from_numpy(ids), experts, tile_rows=size)
     token, expert_of = plan.token_P.tolist(), plan.tile_expert_N.tolist()
     own = [[i for i, e in enumerate(flat) if e == expert] for expert in range(experts)]
-    tiles = [-(-len(members) // TILE_ROWS) for members in own]
-    starts = [sum(tiles[:e]) * TILE_ROWS for e in range(experts + 1)]
+    tiles = [-(-len(members) // size) for members in own]
+    starts = [sum(tiles[:e]) * size for e in range(experts + 1)]
 
     assert plan.offsets_E1.tolist() == starts
     assert plan.ends_E.tolist() == [
         start + len(members) for start, members in zip(starts, own, strict=False)
     ]
     assert plan.tiles.tolist() == [sum(tiles)]
-    assert expert_of[: sum(tiles)] == [e for e in range(experts) for _ in range(tiles[e])]
-    wanted = [-1] * (sum(tiles) * TILE_ROWS)
+    # Which expert a tile of one row belongs to is left out.
+    laid = [e for e in range(experts) for _ in range(tiles[e])] if size > 1 else []
+    assert expert_of[: len(laid)] == laid
+    wanted = [-1] * (sum(tiles) * size)
     inverse = [-1] * len(flat)
     for start, members in zip(starts, own, strict=False):
         wanted[start : start + len(members)] = members
@@ -68,7 +71,7 @@ def rows_are_placed(case):
     # What lies past the last tile is nobody's.
     assert set(token[len(wanted) :]) <= {UNWRITTEN}
     assert set(plan.flat_P.tolist()[len(wanted) :]) <= {UNWRITTEN}
-    assert set(expert_of[sum(tiles) :]) <= {UNWRITTEN}
+    assert set(expert_of[len(laid) :]) <= {UNWRITTEN}
 
 
 def counts_are_scanned(blocks, experts):
@@ -78,6 +81,24 @@ def counts_are_scanned(blocks, experts):
     plans.scan_kernel[(experts,)](got, totals, blocks, EXPERTS=experts, CHUNK=1024)
     assert torch.equal(got, (counts.cumsum(0) - counts).int())
     assert torch.equal(totals, counts.sum(0).int())
+
+
+def values_go_to_rows_and_sums_come_back(tokens, slots, parts):
+    """A value for each row that an assignment has, and the sums of a row's parts; 0 without one."""
+    ids = torch.randint(-1, 4, (tokens, slots))
+    plan = plan_rows(ids, 3, tile_rows=1)
+    inverse, real = plan.inverse_TK.flatten().long(), plan.inverse_TK.flatten() >= 0
+    values, out = torch.randn(tokens * slots), torch.empty(tokens * slots)
+    grid, sizes = (-(-tokens * slots // 64),), {"BLOCK": 64}
+    tile_kernels.spread_kernel[grid](values, plan.inverse_TK, out, tokens * slots, **sizes)
+    assert torch.equal(out[inverse[real]], values[real])
+    assert out[int(real.sum()) :].isnan().all()
+    of_rows, sums = torch.randn(tokens * slots, parts), torch.empty(tokens, slots)
+    tile_kernels.gather_sums_kernel[grid](
+        of_rows, plan.inverse_TK, sums, tokens * slots, PARTS=parts, **sizes
+    )
+    assert torch.allclose(sums.flatten()[real], of_rows.sum(1)[inverse[real]], atol=1e-5)
+    assert not sums.flatten()[~real].any()
 
 
 def many_experts(experts, slots):
@@ -98,4 +119,5 @@ if __name__ == "__main__":
     for blocks in (1023, 1024, 2100):
         counts_are_scanned(blocks, 2)
     many_experts(512, 3)
+    values_go_to_rows_and_sums_come_back(70, 3, 4)
     sys.stdout.write("all hold\n")

@@ -180,6 +180,14 @@ def _movers() -> Iterator[Kernel]:
             {"rows_ptr": "*bf16", "weight_ptr": "*fp32" if weighted else "*bf16", **rows},
             {"SLOTS": 8, "WEIGHTED": weighted, "BLOCK": 2048},
         )
+    found = {"inverse_ptr": "*i32", "out_ptr": "*fp32", "assignments": "i32"}
+    yield Kernel("spread", tiles.spread_kernel, {"values_ptr": "*fp32", **found}, {"BLOCK": 1024})
+    yield Kernel(
+        "gather of sums",
+        tiles.gather_sums_kernel,
+        {"parts_ptr": "*fp32", **found},
+        {"PARTS": 4, "BLOCK": 1024},
+    )
 
 
 def _plans() -> Iterator[Kernel]:
@@ -200,12 +208,13 @@ def _plans() -> Iterator[Kernel]:
     )
     names = ("before", "totals", *RowPlan._fields)
     pointers = {f"{name.split('_')[0]}_ptr": "*i32" for name in names} | {"tile_expert_ptr": "*i32"}
-    yield Kernel(
-        "plan, place",
-        plan.place_kernel,
-        {"ids_ptr": "*i64", **pointers, **counted, "slots": "i32"},
-        {"TILE": TILE_ROWS, **sizes},
-    )
+    for rows in (TILE_ROWS, 1):
+        yield Kernel(
+            f"plan, place in tiles of {rows}",
+            plan.place_kernel,
+            {"ids_ptr": "*i64", **pointers, **counted, "slots": "i32"},
+            {"TILE": rows, **sizes},
+        )
 
 
 def _router() -> Iterator[Kernel]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from nmoe_kernels.gemm import reference as reference_gemm
 from nmoe_kernels.gemm import torch as torch_gemm
 from nmoe_kernels.grouping import Grouping, group_rows
+from nmoe_kernels.hardware import FUSED
 
 
 def run_experts(
@@ -27,14 +28,14 @@ def run_experts(
     """The weighted output [N, H] in the dtype of x; a slot whose id is not in [0, E) adds nothing.
 
     Differentiable in x, weights, gate_up [E, 2*I, H] and down [E, H, I], which are cast to the
-    dtype of x. backend: as `pick_backend` gave it. recompute: torch and triton keep no
+    dtype of x. backend: as `pick_backend` gave it. recompute: all but reference keep no
     pre-activation for the backward. assignments: a bound of the slots that have an expert, when
     they are fewer than N * K, so that no rows are made for the others.
     """
     with torch.autocast(x_NH.device.type, enabled=False):
         weights = (weights_NK, gate_up.to(x_NH.dtype), down.to(x_NH.dtype))
-        if backend == "triton":
-            return _triton_expert_mlp(x_NH, ids_NK, *weights, recompute, assignments)
+        if backend in FUSED:
+            return _fused_expert_mlp(x_NH, ids_NK, *weights, recompute, assignments, backend)
         grouping = group_rows(ids_NK, gate_up.shape[0])
         if assignments is not None:
             grouping = _shortened(grouping, assignments)
@@ -52,8 +53,8 @@ def _shortened(grouping: Grouping, assignments: int) -> Grouping:
     )
 
 
-def _triton_expert_mlp(*arguments: Any) -> Tensor:
+def _fused_expert_mlp(*arguments: Any) -> Tensor:
     # Imported when picked: Triton is not installed everywhere.
-    from nmoe_kernels.gemm.triton import expert_mlp
+    from nmoe_kernels.gemm.fused import expert_mlp
 
     return expert_mlp(*arguments)

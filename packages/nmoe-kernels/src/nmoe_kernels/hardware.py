@@ -22,8 +22,14 @@ from nmoe_kernels.errors import KernelError
 
 logger = logging.getLogger("nmoe_kernels")
 
-BACKENDS = ("triton", "torch", "reference")
+BACKENDS = ("cute", "triton", "torch", "reference")
 """Names of the backends, the preferred one first."""
+
+FUSED = ("cute", "triton")
+"""Those whose router and rows are Triton kernels."""
+
+QUACK = "0.3.11"
+"""The release of quack-kernels that `gemm/cute.py` is written for and was measured with."""
 
 BACKEND_VARIABLE = "NMOE_KERNELS_BACKEND"
 
@@ -84,6 +90,8 @@ def why_unusable(backend: str, device: str, dtype: torch.dtype) -> str | None:
     """Why a backend cannot compute `dtype` on a device type ("cpu", "cuda"), or None if it can."""
     if backend == "reference":
         return None
+    if backend == "cute":
+        return _triton_refusal(device, dtype) or _quack_refusal()
     if backend == "triton":
         return _triton_refusal(device, dtype)
     return _grouped_mm_refusal(device, dtype)
@@ -132,6 +140,19 @@ def _triton_refusal(device: str, dtype: torch.dtype) -> str | None:
     major = torch.cuda.get_device_capability()[0]
     if major not in (9, 10):
         return f"it needs the shared memory of capability 9.0 or 10.0, and this GPU has {major}.x"
+    return None
+
+
+@cache
+def _quack_refusal() -> str | None:
+    """Why QuACK's kernels cannot run where Triton's can."""
+    found = _installed("quack-kernels")
+    if found != QUACK:
+        have = f"is {found} here" if found else "is not installed"
+        return f"it needs quack-kernels {QUACK}, which {have}: pip install nmoe-kernels[cute]"
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        return f"its launches are those of capability 9.0, and this GPU has {major}.{minor}"
     return None
 
 

@@ -34,7 +34,7 @@ def moe(
     Differentiable in x, routing.weights_TK, gate_up [E, 2*I, H] and down [E, H, I]; weights of
     another dtype are cast to that of x, and autocast changes nothing. A row that the router found
     invalid gives 0 and takes no gradient. backend: one of `hardware.BACKENDS`, or None to pick.
-    recompute: torch and triton keep no pre-activation for the backward and compute it again.
+    recompute: all but reference keep no pre-activation for the backward and compute it again.
     Raises KernelError: E-MOE-SHAPE, or those of `pick_backend`.
     """
     _check(x_TH, routing, gate_up, down)

@@ -1,10 +1,10 @@
-"""Where rows lie for the tile kernels: sorted by expert, each expert's run padded to whole tiles.
+"""Where rows lie for the kernels: sorted by expert, each expert's run padded to whole tiles.
 
-A tile of TILE_ROWS rows then belongs to one expert, so that kernels move whole tiles and need no
-mask: a padding row has token -1, is read as zeros and adds nothing to any product. Three launches,
-no atomics and no host read: every block counts its assignments per expert, every expert sums the
-counts of the blocks before, and every block places its assignments, stably. Nothing past the last
-tile is written or read.
+A tile of TILE_ROWS rows then belongs to one expert, so that our kernels move whole tiles and need
+no mask: a padding row has token -1, is read as zeros and adds nothing to any product. (QuACK's want
+no padding: tiles of one row.) Three launches, no atomics and no host read: every block counts its
+assignments per expert, every expert sums the counts of the blocks before, and every block places
+its assignments, stably. Nothing past the last tile is written or read.
 
 Letters: T tokens, K experts per token, E experts, M = T*K assignments, P rows (a bound: M and a
 tile of padding per expert), N tiles.
@@ -38,25 +38,29 @@ class RowPlan(NamedTuple):
     tiles: Tensor
 
 
-def plan_rows(ids_TK: Tensor, experts: int, assignments: int | None = None) -> RowPlan:
+def plan_rows(
+    ids_TK: Tensor, experts: int, assignments: int | None = None, tile_rows: int = TILE_ROWS
+) -> RowPlan:
     """Plans the rows of [T, K] expert ids on their device; ids outside [0, E) get no row.
 
     assignments: a bound of the ids in [0, E) where they are fewer than T * K, which bounds P.
+    tile_rows: what the run of an expert is padded to a multiple of; with 1 there is no padding,
+    and the experts of tiles are left out.
     """
     most = ids_TK.numel() if assignments is None else min(assignments, ids_TK.numel())
-    return RowPlan(*_plan_rows(ids_TK, experts, most))
+    return RowPlan(*_plan_rows(ids_TK, experts, most, tile_rows))
 
 
 # An operator of torch, so that torch.compile takes it whole.
 @torch.library.custom_op("nmoe_kernels::plan_rows", mutates_args=())
 def _plan_rows(
-    ids_TK: Tensor, experts: int, most: int
+    ids_TK: Tensor, experts: int, most: int, tile_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     assignments, slots = ids_TK.numel(), ids_TK.shape[1]
     padded_experts = triton.next_power_of_2(experts)
     block = max(16, min(128, COUNTED // padded_experts))
     blocks = triton.cdiv(assignments, block)
-    plan = _empty_plan(ids_TK, experts, most)
+    plan = _empty_plan(ids_TK, experts, most, tile_rows)
     counts = plan.tiles.new_empty(max(blocks, 1), padded_experts)
     totals = plan.tiles.new_empty(padded_experts)
     ids = ids_TK.contiguous()
@@ -65,22 +69,23 @@ def _plan_rows(
         count_kernel[(blocks,)](ids, counts, assignments, experts, **sizes)
     scan_kernel[(padded_experts,)](counts, totals, blocks, EXPERTS=padded_experts, CHUNK=1024)
     place_kernel[(max(blocks, experts),)](
-        ids, counts, totals, *plan, assignments, experts, slots, TILE=TILE_ROWS, **sizes
+        ids, counts, totals, *plan, assignments, experts, slots, TILE=tile_rows, **sizes
     )
     return tuple(plan)
 
 
 @_plan_rows.register_fake
-def _empty_plan(ids_TK: Tensor, experts: int, most: int) -> RowPlan:
+def _empty_plan(ids_TK: Tensor, experts: int, most: int, tile_rows: int) -> RowPlan:
     """A plan of the right shapes with nothing in it."""
-    tiles = most // TILE_ROWS + experts
+    tiles = most // tile_rows + experts if tile_rows > 1 else 0
+    rows = tiles * tile_rows if tile_rows > 1 else most
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids_TK.device)
 
     return RowPlan(
-        token_P=empty(tiles * TILE_ROWS),
-        flat_P=empty(tiles * TILE_ROWS),
+        token_P=empty(rows),
+        flat_P=empty(rows),
         inverse_TK=empty(*ids_TK.shape),
         offsets_E1=empty(experts + 1),
         ends_E=empty(experts),
@@ -152,8 +157,9 @@ def place_kernel(
         tl.store(flat_ptr + padding, -1, mask=padding < stop)
         tl.store(offsets_ptr + program, start)
         tl.store(ends_ptr + program, start + total)
-        for tile in range(start // TILE, stop // TILE):
-            tl.store(tile_expert_ptr + tile, program)
+        if TILE > 1:
+            for tile in range(start // TILE, stop // TILE):
+                tl.store(tile_expert_ptr + tile, program)
         if program == experts - 1:
             tl.store(offsets_ptr + experts, stop)
             tl.store(tiles_ptr, stop // TILE)

@@ -6,8 +6,8 @@ sorted rows times a weight (`rows_kernel`), and rows times rows for the gradient
 (`weight_grad_kernel`). Weights are read as [E, out, in] descriptors, so a tile that hangs over an
 expert's edge is cut by the copy engine; flattening the loops over tiles and over the inner
 dimension lets the next tile's copies start under this tile's epilogue. Between them: SwiGLU
-backward by rows, the sum of a token's rows, and a scatter of tokens to rows. The same source
-compiles to wgmma (sm_90) and tcgen05 (sm_100).
+backward by rows, the sum of a token's rows, and copies between tokens or assignments and rows. The
+same source compiles to wgmma (sm_90) and tcgen05 (sm_100).
 
 Letters: H width, I expert width, E experts; N columns of the output, C inner dimension.
 """
@@ -196,3 +196,27 @@ def scatter_kernel(
             cleared = last - piece * CLEARED - i
             writable = column < tl.where(cleared >= end, width, 0)
             tl.store(out_ptr + cleared.to(tl.int64) * width + column, zeros, mask=writable)
+
+
+@triton.jit
+def spread_kernel(values_ptr, inverse_ptr, out_ptr, assignments, BLOCK: tl.constexpr):
+    """out[row] = the value of the assignment that has the row."""
+    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = flat < assignments
+    row = tl.load(inverse_ptr + flat, mask=inside, other=-1)
+    value = tl.load(values_ptr + flat, mask=inside)
+    tl.store(out_ptr + row, value, mask=row >= 0)
+
+
+@triton.jit
+def gather_sums_kernel(
+    parts_ptr, inverse_ptr, out_ptr, assignments, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[assignment] = the sum of its row of parts [P, PARTS], in order; 0 if it has no row."""
+    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = flat < assignments
+    row = tl.load(inverse_ptr + flat, mask=inside, other=-1).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + row * PARTS + part, mask=row >= 0, other=0.0)
+    tl.store(out_ptr + flat, total, mask=inside)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nmoe_kernels.errors import KernelError
-from nmoe_kernels.hardware import pick_backend
+from nmoe_kernels.hardware import FUSED, pick_backend
 from nmoe_kernels.router.config import RouterConfig, Routing
 from nmoe_kernels.router.controls import (
     apply_capacity,
@@ -48,13 +48,13 @@ def route(
     With groups, a group's score is the sum of its two best biased scores for sigmoid (DeepSeek-V3)
     and its best score for softmax (DeepSeek-V2). Same input, same answer: a replay by activation
     checkpointing gives the same ids. Pure: nothing is counted twice. Applies the configured
-    capacity. backend: that of the experts; bf16 tokens on `triton` are routed by fused kernels,
-    all others in plain PyTorch.
+    capacity. backend: that of the experts; bf16 tokens on those of `FUSED` are routed by fused
+    kernels, all others in plain PyTorch.
     Raises KernelError: E-ROUTER-SHAPE when shapes do not fit, or those of `pick_backend`.
     """
     _check(x_TH, weight_EH, config, bias_E)
     name = pick_backend(backend, x_TH.device.type, x_TH.dtype)
-    fused = name == "triton" and (x_TH.dtype, weight_EH.dtype) == (torch.bfloat16, torch.float32)
+    fused = name in FUSED and (x_TH.dtype, weight_EH.dtype) == (torch.bfloat16, torch.float32)
     with torch.autocast(x_TH.device.type, enabled=False):
         choose = _route_fused if fused else route_reference
         return apply_capacity(choose(x_TH, weight_EH, config, bias_E), config, bias_E)

@@ -1,0 +1,97 @@
+"""Times launches of the products of the `cute` backend at the sizes of the benchmark's layers.
+
+`LAUNCHES` in nmoe_kernels/gemm/cute.py holds what came out best; its tests compare with fp64. Needs
+an H200 and `pip install nmoe-kernels[cute]`. Candidates take turns, and each is a new compilation.
+
+    python infra/bench/cute_launches.py infra/bench/results/cute-launches-h200.json
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from nmoe_kernels.bench.command import hardware
+from nmoe_kernels.bench.gemm import costs
+from nmoe_kernels.bench.shapes import LAYERS, Shape
+from nmoe_kernels.bench.timing import time_together
+from nmoe_kernels.gemm import cute
+from nmoe_kernels.gemm.cute import Launch
+from nmoe_kernels.gemm.plan import plan_rows
+
+REPEATS = 5
+WIDE = [Launch(128, 256, (2, 1), False, dynamic) for dynamic in (False, True)]
+PINGPONG = [Launch(128, columns, (2, 1), True) for columns in (128, 160, 192)]
+TALL = [Launch(256, columns, (2, 1), False) for columns in (128, 160, 192)]
+PAIRED = [Launch(128, 192, (1, 2), True, dynamic) for dynamic in (False, True)]
+WIDE_PAIRED = [Launch(128, 256, (1, 2), False, dynamic) for dynamic in (False, True)]
+GATHERED = [*WIDE, *PINGPONG, *TALL]
+SORTED = [*GATHERED, *PAIRED, *WIDE_PAIRED]
+CANDIDATES = {
+    "up": GATHERED,
+    "down": SORTED,
+    "grad_h": GATHERED,
+    "grad_x": SORTED,
+    "grad_down": GATHERED,
+    "grad_gate_up": GATHERED,
+}
+
+
+def main(path: Path) -> None:
+    """Times all products of all layers, and writes rows with their launch, ms and TFLOP/s."""
+    report: dict[str, Any] = {"bench": "cute launches", "hardware": hardware("cuda"), "rows": []}
+    for shape in LAYERS.values():
+        report["rows"] += measured(shape)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measured(shape: Shape) -> list[dict[str, Any]]:
+    """The rows of one layer."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    tokens, width, inner, experts = shape.tokens, shape.width, shape.expert_width, shape.experts
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, dtype=dtype)
+
+    plan = plan_rows(
+        torch.rand(tokens, experts, device=device).topk(shape.top_k).indices, experts, tile_rows=1
+    )
+    x, h, a = normal(tokens, width), normal(shape.rows, 2 * inner), normal(shape.rows, inner)
+    gate_up, down = normal(experts, 2 * inner, width), normal(experts, width, inner)
+    weights = torch.rand(tokens, shape.top_k, device=device)
+    grad_h, weighted_a = torch.empty_like(h), torch.empty_like(a)
+    grad_gate_up, grad_down = torch.empty_like(gate_up), torch.empty_like(down)
+    products = {
+        "up": lambda: cute._up(x, gate_up, plan, True),
+        "down": lambda: cute._down(a, down, plan),
+        "grad_h": lambda: cute._grad_h(x, weights, down, h, grad_h, weighted_a, plan),
+        "grad_x": lambda: cute._grad_x(h, gate_up, plan),
+        "grad_down": lambda: cute._weight_grad("grad_down", x, a, grad_down, plan),
+        "grad_gate_up": lambda: cute._weight_grad("grad_gate_up", x, h, grad_gate_up.mT, plan),
+    }
+    rows = []
+    for name, product in products.items():
+
+        def launched(launch: Launch, name: str = name, product: Any = product) -> None:
+            cute.LAUNCHES[name] = (launch,)
+            product()
+
+        works = {
+            str(number): lambda launch=launch, launched=launched: launched(launch)
+            for number, launch in enumerate(CANDIDATES[name])
+        }
+        kept = cute.LAUNCHES[name]
+        times = time_together(works, device, REPEATS)
+        cute.LAUNCHES[name] = kept
+        flops = costs(shape, dtype)["grad_a" if name == "grad_h" else name].flops
+        for number, launch in enumerate(CANDIDATES[name]):
+            ms = times[str(number)].ms
+            row = {"shape": str(shape), "product": name, **asdict(launch)}
+            rows.append(row | {"ms": ms, "tflops": flops / ms / 1e9})
+    return rows
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
