@@ -3,11 +3,13 @@
 On each number of processes, every rank has a state of its own. In each round the contenders take
 turns: a plain file of the same size written and read past the page cache (the disk's own rate), a
 save and a load of nmoe-train, and `async_save` and `load` of torch.distributed.checkpoint (DCP). A
-pause is the time until the training may go on; a commit the time until all is durable. Every load
-is compared with the state. nmoe-train's save reads its files back and its load checks their SHA-256
-first; DCP does neither. Figures are medians over rounds, the first one left out.
+pause is the time until the training may go on and has changed a first tensor; a commit the time
+until all is durable. Every load is compared with the state. nmoe-train's save reads its files back
+and its load checks their SHA-256 first; DCP does neither. Figures are medians over rounds, the
+first one left out.
 
     python infra/bench/checkpoint.py --json infra/bench/results/checkpoint-cpu.json
+    python infra/bench/checkpoint.py --device cuda --processes 1 --json NEW.json
 """
 
 import argparse
@@ -48,7 +50,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "bench": "checkpoint",
         "hardware": {
-            **hardware("cpu"),
+            **hardware(options.device),
             "cores": os.cpu_count(),
             "kernel": platform.release(),
             "python": platform.python_version(),
@@ -77,6 +79,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--processes", default="1,2")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the state")
     parser.add_argument("--mib", type=int, default=512, help="state of a rank")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dir", type=Path, default=Path(), help="on the disk to measure")
@@ -93,22 +96,34 @@ def _rank(options: argparse.Namespace) -> None:
         if ranks == 1:
             dist.init_process_group("gloo")
             held.callback(dist.destroy_process_group)
-        groups = held.enter_context(open_groups(layout, torch.device("cpu"), 600.0))
-        rounds = _rounds(options, groups)
+        device = torch.device(options.device, rank if options.device == "cuda" else None)
+        groups = held.enter_context(open_groups(layout, device, 600.0))
+        rounds = _rounds(options, groups, device)
     if rank == 0:
         size = ranks * (options.mib << 20)
         row = {"processes": ranks, **_summary(rounds[1:], size)}
         (options.dir / "row.json").write_text(json.dumps(row))
 
 
-def _rounds(options: argparse.Namespace, groups: Groups) -> list[dict[str, float]]:
+def _rounds(
+    options: argparse.Namespace, groups: Groups, device: torch.device
+) -> list[dict[str, float]]:
     """Seconds of every contender, round after round."""
     rank, found = groups.layout.rank, []
     count = (options.mib << 20) // TENSOR_BYTES
-    draw = torch.Generator().manual_seed(rank)
+    draw = torch.Generator(device).manual_seed(rank)
     state = {
-        f"model.{rank}.{n}": torch.randn(TENSOR_BYTES // 4, generator=draw) for n in range(count)
+        f"model.{rank}.{n}": torch.randn(TENSOR_BYTES // 4, generator=draw, device=device)
+        for n in range(count)
     }
+    first = next(iter(state.values()))
+
+    def train() -> None:
+        """Changes the state in place to what it is, as the next update would."""
+        first.mul_(1.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     saver = Saver(options.dir / "ours", 1, groups=groups)
     # Its thread talks while the ranks here do.
@@ -120,11 +135,11 @@ def _rounds(options: argparse.Namespace, groups: Groups) -> list[dict[str, float
         timed("raw_write", lambda raw=raw: _write_raw(raw, options.mib << 20))
         timed("raw_read", lambda raw=raw: _read_raw(raw))
         raw.unlink()
-        timed("ours_pause", lambda n=number: saver.begin(n, state, META))
+        timed("ours_pause", lambda n=number: (saver.begin(n, state, META), train()))
         timed("ours_commit", saver.settle, after="ours_pause")
         timed("ours_load", lambda: _load_ours(options.dir / "ours", groups, target))
         _check(state, target)
-        _dcp(options.dir / "dcp", state, target, own, timed)
+        _dcp(options.dir / "dcp", state, target, own, train, timed)
         _check(state, target)
         dist.barrier()
         if rank == 0:
@@ -155,12 +170,14 @@ def _dcp(
     state: dict[str, torch.Tensor],
     target: dict[str, torch.Tensor],
     group: dist.ProcessGroup,
+    train: Callable[[], None],
     timed: "_Timed",
 ) -> None:
     saving: list[Any] = []
 
     def begin() -> None:
         saving.append(dcp.async_save(state, checkpoint_id=place, process_group=group))
+        train()
 
     timed("dcp_pause", begin)
     timed("dcp_commit", lambda: saving[0].result(), after="dcp_pause")
