@@ -5,11 +5,14 @@ locked, and copies are queued without waiting for each. Tensors that lie one aft
 memory, as the experts of a stack do, are copied at once: a state has thousands of them.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT = 16
 
@@ -28,6 +31,7 @@ class HostSnapshot:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies tensors; what is returned stays valid until the next call."""
@@ -50,8 +54,9 @@ class HostSnapshot:
 
     def close(self) -> None:
         """Gives the memory back."""
-        if self._device.type == "cuda" and self._buffer.numel():
+        if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+            self._pinned = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _make_room(self, size: int) -> None:
@@ -61,7 +66,16 @@ class HostSnapshot:
         self._buffer = torch.empty(size, dtype=torch.uint8)
         if self._device.type == "cuda":
             # torch's own pinned memory comes in powers of two, which would double it.
-            torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0)
+            runtime = torch.cuda.cudart()
+            answer = runtime.cudaHostRegister(self._buffer.data_ptr(), size, 0)
+            self._pinned = answer == runtime.cudaError.success
+            if not self._pinned:
+                log.warning(
+                    "checkpoint: %.1f GiB of host memory cannot be pinned (%s), so saves pause "
+                    "longer; raise the limit of locked memory",
+                    size / 2**30,
+                    answer,
+                )
 
 
 def _runs(tensors: Mapping[str, Tensor]) -> Iterator[_Run]:
