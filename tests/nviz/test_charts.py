@@ -119,6 +119,11 @@ def test_only_lines_that_look_like_one_are_dashed() -> None:
     high, low, lower = np.full(100, 1.0), np.full(100, 1e-5), np.full(100, 1e-6)
     assert dashes_of((x, high), (x, low), (x, lower)) == [None, None, ON_TOP[0]]
     assert dashes_of((x, high), (x, low), (x, lower), log=True) == [None, None, None]
+    # Zeros are not drawn on a log scale, and lines may still be one beside them.
+    rate = np.minimum(x / 50, 1.0)
+    assert dashes_of((x, rate), (x, rate), log=True) == [None, ON_TOP[0]]
+    assert dashes_of((x, rate), (x, np.maximum(rate, 0.02)), log=True) == [None, None]
+    assert dashes_of((x, 0 * x), (x, 0 * x), log=True) == [None, None]
 
 
 def test_an_earlier_attempt_under_a_curve_leaves_it_whole(root: Path) -> None:

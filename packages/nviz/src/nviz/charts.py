@@ -369,8 +369,12 @@ def _lie_on_one_another(one: tuple[Array, Array], other: tuple[Array, Array], ne
         return False
     shared = np.unique(np.concatenate([x, other_x]))
     shared = shared[(shared >= first) & (shared <= last)]
-    apart = np.abs(np.interp(shared, x, y) - np.interp(shared, other_x, other_y))
-    return bool(np.isfinite(apart).all() and (apart <= near + 1e-12).all())
+    height, other_height = np.interp(shared, x, y), np.interp(shared, other_x, other_y)
+    # A zero has no place on a log scale: there both leave the chart, or they part.
+    drawn = np.isfinite(height)
+    if not drawn.any() or (drawn != np.isfinite(other_height)).any():
+        return False
+    return bool((np.abs(height[drawn] - other_height[drawn]) <= near + 1e-12).all())
 
 
 def band_figure(found: list[Band], view: View) -> go.Figure:
