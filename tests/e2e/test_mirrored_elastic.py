@@ -55,7 +55,10 @@ class Started:
 
     def kill_all(self) -> None:
         """What a host's loss does to its processes."""
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
+        # What the launcher starts meanwhile would live on.
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGSTOP)
+        for pid in [*descendants(self.process.pid), self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()

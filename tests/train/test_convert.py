@@ -203,12 +203,12 @@ def test_words_that_would_be_taken_otherwise_are_refused(
 def test_a_disk_that_refuses_leaves_nothing(
     trained: Config, tmp_path: Path, fork: Callable[..., Any], convert: Callable[..., Any]
 ) -> None:
-    (tmp_path / "there").mkdir()
+    before = sorted(tmp_path.iterdir())
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         with pytest.raises(OSError, match="File too large"):
-            convert(trained.run.dir, tmp_path / "there" / "new")
+            convert(trained.run.dir, tmp_path / "there" / "deep" / "new")
 
     assert fork(limited).wait() == (0, "", "")
-    assert list((tmp_path / "there").iterdir()) == []
+    assert sorted(tmp_path.iterdir()) == before

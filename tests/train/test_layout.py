@@ -156,6 +156,13 @@ def test_neighbours_split_experts_and_runs_of_them_hold_all(etp: int, ep: int) -
             "runs of layers, in a model of 4 layers; with parallel.pipeline.chunks = 2 the nearest "
             "pp that has is 2",
         ),
+        *(
+            (
+                {"parallel.pp": 2, "model.layers": n, **INTERLEAVED, "parallel.pipeline.chunks": 4},
+                f"{n} layers; leave schedule and chunks out, and set parallel.pp to {n} at most",
+            )
+            for n in (1, 2, 3)
+        ),
         (
             {"parallel.pp": 2, "parallel.pipeline.schedule": "interleaved"},
             "parallel.pipeline.chunks = 1 with the schedule interleaved; set chunks to 2 or more",

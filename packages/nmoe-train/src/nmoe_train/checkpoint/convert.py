@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,7 @@ def _check_new(out: Path) -> None:
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` that becomes it at the end of the block, or goes where that raises."""
+    made = [folder for folder in out.parents if not folder.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
@@ -125,6 +126,9 @@ def _new_folder(out: Path) -> Iterator[Path]:
         temporary.rename(out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        for folder in made:
+            with suppress(OSError):  # somebody else may have put something there
+                folder.rmdir()
         raise
     sync_path(out.parent)
 

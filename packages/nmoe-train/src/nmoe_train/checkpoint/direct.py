@@ -116,6 +116,8 @@ def sha256_from_disk(path: Path, chunk_bytes: int) -> str:
                 if direct and whole <= 0:
                     direct = False
                     _turn(descriptor, path, on=False)
+            if hashed is not None:
+                hashed.result()
     finally:
         os.close(descriptor)
     return digest.hexdigest()

@@ -256,8 +256,11 @@ def _fewer_parts(pp: int, chunks: int, layers: int) -> str:
     remedies = [f"the nearest pp that has a layer for each is {stages}"] if stages else []
     if chunks > 1 and most > 1:
         remedies.append(f"set parallel.pipeline.chunks to {most} at most")
+    if not remedies and layers < 4:
+        # With two stages of two runs each, four layers are the fewest.
+        return f"leave schedule and chunks out, and set parallel.pp to {layers} at most"
     if not remedies:
-        possible = _nearest(pp, range(1, max(1, layers // 2) + 1))
+        possible = _nearest(pp, range(1, layers // 2 + 1))
         remedies = [f"with parallel.pipeline.chunks = 2 the nearest pp that has is {possible}"]
     return ", or ".join(remedies)
 
