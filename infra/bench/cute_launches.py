@@ -1,6 +1,6 @@
 """Times launches of the products of the `cute` backend at the sizes of the benchmark's layers.
 
-`LAUNCHES` in nmoe_kernels/gemm/cute.py holds what came out best; its tests compare with fp64. Needs
+`LAUNCHES` in nmoe_kernels/gemm/cute.py is chosen from these; its tests compare with fp64. Needs
 an H200 and `pip install nmoe-kernels[cute]`. Candidates take turns, and each is a new compilation.
 
     python infra/bench/cute_launches.py infra/bench/results/cute-launches-h200.json
@@ -18,17 +18,18 @@ from nmoe_kernels.bench.gemm import costs
 from nmoe_kernels.bench.shapes import LAYERS, Shape
 from nmoe_kernels.bench.timing import time_together
 from nmoe_kernels.gemm import cute
-from nmoe_kernels.gemm.cute import Launch
+from nmoe_kernels.gemm.cute import CuteLaunch
 from nmoe_kernels.gemm.plan import plan_rows
 
 REPEATS = 5
-WIDE = [Launch(128, 256, (2, 1), False, dynamic) for dynamic in (False, True)]
-PINGPONG = [Launch(128, columns, (2, 1), True) for columns in (128, 160, 192)]
-TALL = [Launch(256, columns, (2, 1), False) for columns in (128, 160, 192)]
-PAIRED = [Launch(128, 192, (1, 2), True, dynamic) for dynamic in (False, True)]
-WIDE_PAIRED = [Launch(128, 256, (1, 2), False, dynamic) for dynamic in (False, True)]
-GATHERED = [*WIDE, *PINGPONG, *TALL]
-SORTED = [*GATHERED, *PAIRED, *WIDE_PAIRED]
+WIDE = [CuteLaunch(128, 256, (2, 1), False, dynamic) for dynamic in (False, True)]
+TALL = [CuteLaunch(256, columns, (2, 1), False) for columns in (128, 160, 192)]
+PINGPONG = [CuteLaunch(128, columns) for columns in (128, 160, 192)]
+ALONE = [CuteLaunch(128, 128, (1, 1)), CuteLaunch(128, 256, (1, 1), False)]
+PAIRED = [CuteLaunch(128, 192, (1, 2), True, dynamic) for dynamic in (False, True)]
+WIDE_PAIRED = [CuteLaunch(128, 256, (1, 2), False, dynamic) for dynamic in (False, True)]
+GATHERED = [*WIDE, *TALL, *PINGPONG, *ALONE]
+SORTED = [*GATHERED, CuteLaunch(192, 128), CuteLaunch(128, 208), *PAIRED, *WIDE_PAIRED]
 CANDIDATES = {
     "up": GATHERED,
     "down": SORTED,
@@ -61,20 +62,29 @@ def measured(shape: Shape) -> list[dict[str, Any]]:
     x, h, a = normal(tokens, width), normal(shape.rows, 2 * inner), normal(shape.rows, inner)
     gate_up, down = normal(experts, 2 * inner, width), normal(experts, width, inner)
     weights = torch.rand(tokens, shape.top_k, device=device)
+
+    def counters() -> torch.Tensor:
+        """Zeros, and a kernel between them and the product, which starts early."""
+        zeros = cute._counters(x)
+        weights.mul_(1.0)
+        return zeros
+
     grad_h, weighted_a = torch.empty_like(h), torch.empty_like(a)
     grad_gate_up, grad_down = torch.empty_like(gate_up), torch.empty_like(down)
     products = {
-        "up": lambda: cute._up(x, gate_up, plan, True),
-        "down": lambda: cute._down(a, down, plan),
-        "grad_h": lambda: cute._grad_h(x, weights, down, h, grad_h, weighted_a, plan),
-        "grad_x": lambda: cute._grad_x(h, gate_up, plan),
-        "grad_down": lambda: cute._weight_grad("grad_down", x, a, grad_down, plan),
-        "grad_gate_up": lambda: cute._weight_grad("grad_gate_up", x, h, grad_gate_up.mT, plan),
+        "up": lambda: cute._up(x, gate_up, plan, True, counters()),
+        "down": lambda: cute._down(a, down, plan, counters()),
+        "grad_h": lambda: cute._grad_h(x, weights, down, h, grad_h, weighted_a, plan, counters()),
+        "grad_x": lambda: cute._grad_x(h, gate_up, plan, counters()),
+        "grad_down": lambda: cute._weight_grad("grad_down", x, a, grad_down, plan, counters()),
+        "grad_gate_up": lambda: cute._weight_grad(
+            "grad_gate_up", x, h, grad_gate_up.mT, plan, counters()
+        ),
     }
     rows = []
     for name, product in products.items():
 
-        def launched(launch: Launch, name: str = name, product: Any = product) -> None:
+        def launched(launch: CuteLaunch, name: str = name, product: Any = product) -> None:
             cute.LAUNCHES[name] = (launch,)
             product()
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the Triton kernels on a small layer and router under compute-sanitizer: memcheck, then racecheck.
+# Runs the fused kernels on a small layer and router under compute-sanitizer: memcheck, then racecheck.
 # Needs a CUDA GPU. Arguments: a Python (default: python3). COMPUTE_SANITIZER names another tool.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,4 +1,4 @@
-"""A small layer on the Triton kernels, router included, forward and backward, for `sanitize.sh`.
+"""A small layer on the fused kernels, router included, forward and backward, for `sanitize.sh`.
 
 Sizes are cut so that every mask matters: experts without a token, dropped assignments, tiles that
 hang over the edge of a width, a row that is not finite, both ways of keeping h.
@@ -8,6 +8,7 @@ import sys
 
 import torch
 from nmoe_kernels import MoE, RouterConfig
+from nmoe_kernels.hardware import FUSED, why_unusable
 
 CASES = (
     # tokens, width, expert width, router, recompute
@@ -19,13 +20,22 @@ CASES = (
 
 
 def main() -> None:
-    """Runs every case and checks that all results are finite."""
+    """Runs every case on each backend of ours and checks that all results are finite."""
+    for backend in FUSED:
+        refusal = why_unusable(backend, "cuda", torch.bfloat16)
+        sys.stdout.write(f"{backend}: {refusal or 'runs'}\n")
+        if refusal is None:
+            run(backend)
+
+
+def run(backend: str) -> None:
+    """Runs every case on one backend."""
     for tokens, width, expert_width, config, recompute in CASES:
         layer = MoE(
             width,
             expert_width,
             config,
-            backend="triton",
+            backend=backend,
             recompute=recompute,
             device="cuda",
             dtype=torch.bfloat16,

@@ -33,6 +33,7 @@ def backend(request, monkeypatch):
     if refusal:
         pytest.skip(refusal)
     monkeypatch.setenv(BACKEND_VARIABLE, request.param)
+    torch._dynamo.reset()  # a compiled layer keeps the backend that it was compiled for
     return request.param
 
 

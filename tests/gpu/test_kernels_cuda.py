@@ -8,6 +8,7 @@ import moe_oracle as oracle
 import pytest
 import torch
 from nmoe_kernels import MoE, RouterConfig, Routing, group_rows, moe, pick_backend, route
+from nmoe_kernels.hardware import FUSED, why_unusable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +29,12 @@ CASES = [
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
+def skip_if_unusable(backend, dtype):
+    refusal = why_unusable(backend, "cuda", dtype)
+    if refusal:
+        pytest.skip(refusal)
+
+
 def make_layer(config, width=32, expert_width=16, dtype=torch.float32, **options):
     layer = MoE(width, expert_width, config, dtype=dtype, device="cuda", **options)
     layer.reset_parameters(torch.Generator("cuda").manual_seed(3))
@@ -45,6 +52,7 @@ def gradients(y, inputs, grad):
 def test_output_and_gradients_are_the_oracles(
     backend, dtype, score, recompute, width, expert_width, poisoned_memory
 ):
+    skip_if_unusable(backend, dtype)
     config = RouterConfig(8, 3, score, scale=1.5)
     layer = make_layer(config, width, expert_width, dtype, backend=backend, recompute=recompute)
     x = torch.randn(21, width).to("cuda", dtype).requires_grad_()
@@ -63,6 +71,7 @@ def test_output_and_gradients_are_the_oracles(
 
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_idle_experts_and_dropped_rows_leave_no_garbage(backend, dtype, poisoned_memory):
+    skip_if_unusable(backend, dtype)
     config = RouterConfig(8, 2, "sigmoid", capacity_factor=0.75)
     layer = make_layer(config, dtype=dtype, backend=backend)
     layer.router.bias.copy_(torch.tensor([9.0, 9, 8, 8, 0, 0, 0, 0]))
@@ -257,6 +266,7 @@ def test_the_layer_compiles_whole():
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_backend_is_picked_for_cuda(dtype):
-    wanted = "triton" if dtype == torch.bfloat16 else "torch"
+    usable = [name for name in FUSED if why_unusable(name, "cuda", dtype) is None]
+    wanted = usable[0] if dtype == torch.bfloat16 else "torch"
     assert pick_backend(None, "cuda", dtype) == wanted
     assert pick_backend(None, "cuda", torch.float64) == "reference"

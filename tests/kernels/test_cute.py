@@ -18,9 +18,10 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.mark.slow
-def test_every_launch_compiles_for_hopper():
+def test_every_launch_compiles_for_hopper(tmp_path):
+    environment = {**os.environ, "QUACK_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(SUPPORT / "compiled_cute.py")]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ.copy())
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
     want = {name: [repr(launch) for launch in kept] for name, kept in cute.LAUNCHES.items()}
     assert json.loads(result.stdout.splitlines()[-1]) == want
@@ -39,4 +40,4 @@ def test_every_launch_compiles_for_hopper():
     ],
 )
 def test_the_first_launch_that_fits_is_taken(product, columns, number):
-    assert cute.launch_for(product, columns) == cute.LAUNCHES[product][number]
+    assert cute.cute_launch(product, columns) == cute.LAUNCHES[product][number]

@@ -62,11 +62,47 @@ def test_torch_without_grouped_mm_is_said(monkeypatch):
     hardware._grouped_mm_refusal.cache_clear()
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine as `pick_backend` sees it: an H200 with the packages of the extra `cute`; both."""
+    found = {"capability": (9, 0), "triton": "3.9.0", **hardware.CUTE_RELEASES}
+    monkeypatch.setattr(hardware, "installed", lambda name: found.get(name, ""))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found["capability"])
+    caches = (hardware._triton_refusal, hardware._quack_refusal, hardware._announce)
+    for function in caches:
+        function.cache_clear()
+    yield found
+    for function in caches:
+        function.cache_clear()
+
+
+def test_cute_comes_first_where_its_releases_are(hopper):
+    assert pick_backend(None, "cuda", torch.bfloat16) == "cute"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"quack-kernels": ""}, "it needs quack-kernels 0.3.11, which is not installed: pip"),
+        ({"quack-kernels": "0.6.5"}, "quack-kernels 0.3.11, which is 0.6.5 here"),
+        ({"nvidia-cutlass-dsl": "4.8.1"}, "nvidia-cutlass-dsl 4.4.2, which is 4.8.1 here"),
+        ({"capability": (10, 0)}, "those of capability 9.0, and this GPU has 10.0"),
+    ],
+)
+def test_cute_says_why_it_is_not_used_and_triton_is_picked(hopper, changed, told):
+    hopper.update(changed)
+    assert told in hardware.why_unusable("cute", "cuda", torch.bfloat16)
+    assert pick_backend(None, "cuda", torch.bfloat16) == "triton"
+    with pytest.raises(KernelError, match="E-BACKEND-UNAVAILABLE"):
+        pick_backend("cute", "cuda", torch.bfloat16)
+
+
 def test_package_clashes_are_found(monkeypatch):
     lines = ["triton==0.0.1; platform_system == 'Linux'", "absent-package==1.0", "numpy>=1.0"]
     monkeypatch.setattr(hardware, "_requirements", lambda name: lines if name == "torch" else [])
     installed = {"triton": "3.9.0"}
-    monkeypatch.setattr(hardware, "_installed", lambda name: installed.get(name, ""))
+    monkeypatch.setattr(hardware, "installed", lambda name: installed.get(name, ""))
     assert hardware._package_clashes() == ["torch wants triton 0.0.1, 3.9.0 is installed"]
 
 

@@ -1,17 +1,16 @@
 """Compiles what the `cute` backend launches for sm_90a, on a machine without a GPU; prints JSON.
 
 A program of its own, since QuACK is told before it is used that it shall only compile, and for
-what. The answer maps each product to the launches that compiled, as in `cute.LAUNCHES`.
+what; it keeps what it made in the folder that QUACK_CACHE_DIR names. The answer maps each product
+to the launches that compiled, as in `cute.LAUNCHES`.
 """
 
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 
 os.environ["CUTE_DSL_ARCH"] = "sm_90a"
-os.environ["QUACK_CACHE_DIR"] = tempfile.mkdtemp()
 
 import quack.cache_utils
 import quack.gemm
@@ -62,14 +61,15 @@ def products() -> dict[str, Callable[[], object]]:
     )
     x, h, a = numbers(TOKENS, WIDTH), numbers(rows, 2 * EXPERT_WIDTH), numbers(rows, EXPERT_WIDTH)
     gate_up = numbers(EXPERTS, 2 * EXPERT_WIDTH, WIDTH)
-    down, weights = numbers(EXPERTS, WIDTH, EXPERT_WIDTH), torch.zeros(TOKENS, SLOTS)
+    down, counters = numbers(EXPERTS, WIDTH, EXPERT_WIDTH), integers(len(cute.LAUNCHES))
+    weight_P, last = torch.zeros(rows), (plan, counters)
     return {
-        "up": lambda: [cute._up(x, gate_up, plan, keep_h) for keep_h in (True, False)],
-        "down": lambda: cute._down(a, down, plan),
-        "grad_h": lambda: cute._swiglu_gradients(x, down, h, h, a, weights.view(-1), plan),
-        "grad_x": lambda: cute._grad_x(h, gate_up, plan),
-        "grad_down": lambda: cute._weight_grad("grad_down", x, a, down, plan),
-        "grad_gate_up": lambda: cute._weight_grad("grad_gate_up", x, h, gate_up.mT, plan),
+        "up": lambda: [cute._up(x, gate_up, plan, keep_h, counters) for keep_h in (True, False)],
+        "down": lambda: cute._down(a, down, *last),
+        "grad_h": lambda: cute._swiglu_gradients(x, down, h, h, a, weight_P, *last),
+        "grad_x": lambda: cute._grad_x(h, gate_up, *last),
+        "grad_down": lambda: cute._weight_grad("grad_down", x, a, down, *last),
+        "grad_gate_up": lambda: cute._weight_grad("grad_gate_up", x, h, gate_up.mT, *last),
     }
 
 

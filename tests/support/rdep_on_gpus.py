@@ -82,9 +82,7 @@ class Case:
     def alone(self) -> list[torch.Tensor]:
         """y and the gradients of one rank with all experts; weights' summed over ranks."""
         found = self._run(
-            lambda x, weights, gate_up, down: moe(
-                x, self.routing(weights), gate_up, down, backend="triton"
-            ),
+            lambda x, weights, gate_up, down: moe(x, self.routing(weights), gate_up, down),
             self.gate_up,
             self.down,
         )
@@ -97,7 +95,7 @@ class Case:
 
         def layer(x, weights, gate_up, down):
             return expert_parallel_moe(
-                x, self.routing(weights), gate_up, down, group, backend="triton", name="tested"
+                x, self.routing(weights), gate_up, down, group, name="tested"
             )
 
         def saved(*inputs):
@@ -188,7 +186,7 @@ def captured(transport: str) -> dict:
         inputs = (x, weights, *own)
 
         def layer():
-            y = expert_parallel_moe(x, case.routing(weights), *own, group, backend="triton")
+            y = expert_parallel_moe(x, case.routing(weights), *own, group)
             return [y, *torch.autograd.grad(y, inputs, case.grad)]
 
         for _ in range(3):

@@ -182,12 +182,13 @@ def _movers() -> Iterator[Kernel]:
         )
     found = {"inverse_ptr": "*i32", "out_ptr": "*fp32", "assignments": "i32"}
     yield Kernel("spread", tiles.spread_kernel, {"values_ptr": "*fp32", **found}, {"BLOCK": 1024})
-    yield Kernel(
-        "gather of sums",
-        tiles.gather_sums_kernel,
-        {"parts_ptr": "*fp32", **found},
-        {"PARTS": 4, "BLOCK": 1024},
-    )
+    for parts in (1, 4, 6, 8):
+        yield Kernel(
+            f"gather of sums of {parts}",
+            tiles.gather_sums_kernel,
+            {"parts_ptr": "*fp32", **found},
+            {"PARTS": parts, "BLOCK": 1024},
+        )
 
 
 def _plans() -> Iterator[Kernel]:

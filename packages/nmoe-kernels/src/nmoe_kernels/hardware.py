@@ -28,8 +28,8 @@ BACKENDS = ("cute", "triton", "torch", "reference")
 FUSED = ("cute", "triton")
 """Those whose router and rows are Triton kernels."""
 
-QUACK = "0.3.11"
-"""The release of quack-kernels that `gemm/cute.py` is written for and was measured with."""
+CUTE_RELEASES = {"quack-kernels": "0.3.11", "nvidia-cutlass-dsl": "4.4.2"}
+"""What `gemm/cute.py` is written for and was measured with; the extra `cute` brings them."""
 
 BACKEND_VARIABLE = "NMOE_KERNELS_BACKEND"
 
@@ -74,7 +74,7 @@ def describe() -> Hardware:
     return Hardware(
         python=platform.python_version(),
         torch=torch.__version__,
-        triton=_installed("triton"),
+        triton=installed("triton"),
         cuda_runtime=runtime,
         cuda_driver=driver,
         gpus=gpus,
@@ -129,7 +129,7 @@ def pick_backend(requested: str | None, device: str, dtype: torch.dtype) -> str:
 @cache
 def _triton_refusal(device: str, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels cannot run: they hold tiles of 16-bit floats in 213 KB of a Hopper."""
-    if not _installed("triton"):
+    if not installed("triton"):
         return "triton is not installed"
     if device != "cuda":
         return f"it runs on cuda, not on {device}"
@@ -146,10 +146,11 @@ def _triton_refusal(device: str, dtype: torch.dtype) -> str | None:
 @cache
 def _quack_refusal() -> str | None:
     """Why QuACK's kernels cannot run where Triton's can."""
-    found = _installed("quack-kernels")
-    if found != QUACK:
-        have = f"is {found} here" if found else "is not installed"
-        return f"it needs quack-kernels {QUACK}, which {have}: pip install nmoe-kernels[cute]"
+    for package, release in CUTE_RELEASES.items():
+        found = installed(package)
+        if found != release:
+            have = f"is {found} here" if found else "is not installed"
+            return f"it needs {package} {release}, which {have}: pip install nmoe-kernels[cute]"
     major, minor = torch.cuda.get_device_capability()
     if major != 9:
         return f"its launches are those of capability 9.0, and this GPU has {major}.{minor}"
@@ -176,7 +177,8 @@ def _announce(backend: str, device: str, dtype: torch.dtype, source: str) -> str
     return backend
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
+    """The version of an installed package, or ""."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -206,7 +208,7 @@ def _package_clashes() -> list[str]:
         f"{owner} wants {name} {wanted.removeprefix('==')}, {have} is installed"
         for owner in WATCHED
         for name, wanted in map(_split_requirement, _requirements(owner))
-        if (have := _installed(name)) and not _fits(have, wanted)
+        if (have := installed(name)) and not _fits(have, wanted)
     ]
 
 

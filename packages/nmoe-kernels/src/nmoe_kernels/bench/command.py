@@ -20,7 +20,7 @@ from nmoe_kernels.bench.peers import PEERS
 from nmoe_kernels.bench.published import published_rows
 from nmoe_kernels.bench.shapes import LAYERS, ROUTERS, RouterShape, Shape, parse_shapes
 from nmoe_kernels.errors import KernelError
-from nmoe_kernels.hardware import BACKENDS, describe, dtype_name
+from nmoe_kernels.hardware import BACKENDS, CUTE_RELEASES, describe, dtype_name, installed
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ def hardware(device: str) -> dict[str, str]:
         "device": name,
         "torch": machine.torch,
         "triton": machine.triton,
+        **{package: installed(package) for package in CUTE_RELEASES},
         "cuda": machine.cuda_runtime,
         "driver": machine.cuda_driver,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -120,9 +120,14 @@ def tuning_file(device: torch.device) -> Path | None:
     named = os.environ.get(TUNING_VARIABLE, "")
     if named:
         return None if named == "off" else Path(named)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     gpu = torch.cuda.get_device_name(device).replace(" ", "-").lower()
-    return home / "nmoe-kernels" / f"launches-{gpu}-{VERSION}.json"
+    return cache_folder() / f"launches-{gpu}-{VERSION}.json"
+
+
+def cache_folder() -> Path:
+    """Where this package keeps what it found out or compiled, of one user."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "nmoe-kernels"
 
 
 @cache

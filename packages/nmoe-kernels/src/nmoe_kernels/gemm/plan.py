@@ -6,8 +6,8 @@ no padding: tiles of one row.) Three launches, no atomics and no host read: ever
 assignments per expert, every expert sums the counts of the blocks before, and every block places
 its assignments, stably. Nothing past the last tile is written or read.
 
-Letters: T tokens, K experts per token, E experts, M = T*K assignments, P rows (a bound: M and a
-tile of padding per expert), N tiles.
+Letters: T tokens, K experts per token, E experts, M = T*K assignments, P rows (a bound: M,
+and a tile of padding per expert unless tiles are of one row), N tiles (none of one row are listed).
 """
 
 from typing import NamedTuple
