@@ -4,9 +4,10 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,9 +27,9 @@ def watch(root: Path, *rules: Rule, **more: object) -> Watch:
     return Watch(root, rules or DEFAULT_RULES, **settings)  # type: ignore[arg-type]  # by name
 
 
-def told(changes: object) -> list[tuple[str, str, str]]:
+def told(changes: Iterable[Any]) -> list[tuple[str, str, str]]:
     """State, run and rule of each change."""
-    return [(c.state, c.alert.run, c.alert.rule) for c in changes]  # type: ignore[attr-defined]
+    return [(c.state, c.alert.run, c.alert.rule) for c in changes]
 
 
 def heat(run: RunFolder, *degrees: float) -> None:

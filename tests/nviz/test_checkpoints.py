@@ -1,6 +1,7 @@
 """Checkpoints: which are whole, what they hold, and the page that shows them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,13 +79,13 @@ def lose_meta(folder: Path) -> None:
     ],
 )
 def test_damage_is_told_and_the_page_names_it(
-    root: Path, open_page: Open, damage: object, words: str
+    root: Path, open_page: Open, damage: Callable[[Path], None], words: str
 ) -> None:
     run = RunFolder(root, "a")
     write_checkpoint(run, 10)
     write_checkpoint(run, 20)
     assert {item.state for item in list_checkpoints(run.path)} == {"complete"}
-    damage(folder_of(run, 20))  # type: ignore[operator]
+    damage(folder_of(run, 20))
     found = list_checkpoints(run.path)
     assert [item.state for item in found] == ["damaged", "complete"]
     assert words in str(found[0].problem)

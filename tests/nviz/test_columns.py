@@ -72,7 +72,7 @@ def test_a_part_that_appears_while_the_live_rows_are_read_is_not_missed(
     run.append(*map(record, range(10)))
     inside = reader._pieces
 
-    def seal_first(files, names, problems):  # type: ignore[no-untyped-def]
+    def seal_first(files: Any, names: Any, problems: Any) -> Any:
         if not (run.path / "metrics" / "1-0-000.parquet").exists():
             run.seal(*map(record, range(10)))
             (run.path / "metrics" / "1-0.jsonl").write_text("")

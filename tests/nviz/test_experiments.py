@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from headless import EVIL, Open, markup, open_page, rerun, texts, titles
@@ -17,16 +18,16 @@ CONFIG = {
 }
 
 
-def changed(**values: object) -> dict[str, object]:
+def changed(**values: object) -> dict[str, Any]:
     """CONFIG with some settings changed, by dotted name with `__`."""
-    config = copy.deepcopy(CONFIG)
+    config: dict[str, Any] = copy.deepcopy(CONFIG)
     for name, value in values.items():
         *path, last = name.split("__")
         part = config
         for key in path:
-            part = part[key]  # type: ignore[assignment]
-        part[last] = value  # type: ignore[assignment]
-    return config  # type: ignore[return-value]
+            part = part[key]
+        part[last] = value
+    return config
 
 
 def test_differing_settings_come_first_and_names_do_not_count() -> None:

@@ -88,7 +88,7 @@ def faulty_first(times: int, fate: str, concerns: Callable[[str, str], bool]) ->
     def rule(method: str, path: str) -> str:
         return left.pop() if concerns(method, path) and left else PASS
 
-    rule.left = left  # type: ignore[attr-defined]
+    rule.left = left  # type: ignore[attr-defined]  # for who asks what is still to come
     return rule
 
 

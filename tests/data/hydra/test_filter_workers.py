@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nmoe_data.hydra.filter.parts as parts
 import nmoe_data.hydra.filter.plan as plan
@@ -43,9 +44,9 @@ def run(
     folder: Path,
     out: str,
     progress: Callable[[FilterProgress], None] | None = None,
-    **named: object,
+    **named: Any,
 ) -> None:
-    settings = FilterSettings(**named)  # type: ignore[arg-type]
+    settings = FilterSettings(**named)
     filter_corpus(str(folder / "in"), folder / "heads", folder / out, settings, progress=progress)
 
 

@@ -222,7 +222,7 @@ class Saves:
         with contextlib.suppress(OSError):
             try:
                 saved = self._saver.leave(wait=wait)
-            except Exception as problem:
+            except Exception as problem:  # the run ends by another error, which is the one to raise
                 self._folder.event("fault", step=step, what=f"not saved: {problem}")
             else:
                 self._note(saved)

@@ -23,7 +23,7 @@ def reading(x: Tensor) -> Callable[[], Tensor]:
 
 
 @triton.jit
-def read_kernel(x_ptr, sums_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def read_kernel(x_ptr, sums_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # it is Triton
     """sums[b] = sum of block b."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < size, other=0.0)

@@ -52,6 +52,7 @@ class _Sabotage(threading.Thread):
     def install(self) -> None:
         """Replaces the functions that are to fail, and begins to look for orders."""
         checkpoint_folder._save_tensors = self._save(checkpoint_folder._save_tensors)
+        # Functions of classes and modules, which types say are not to be replaced.
         Loader.batch = self._batch(Loader.batch)  # type: ignore[method-assign]
         probes.reaches = self._reaches(probes.reaches)  # type: ignore[assignment]
         self._announce_port()
@@ -140,4 +141,4 @@ class _Sabotage(threading.Thread):
             real(port, host)
             (ports / port.address).write_text(str(slot))
 
-        probes.AnsweringPort.__init__ = init  # type: ignore[method-assign, assignment]
+        probes.AnsweringPort.__init__ = init  # type: ignore[method-assign, assignment]  # to fail

@@ -47,7 +47,7 @@ class Heart(threading.Thread):
                 self._beat()
             except StoreGone as error:
                 self._gone = str(error)
-            except Exception as error:
+            except Exception as error:  # without a heartbeat the others count this one as dead
                 self._gone = f"the heartbeat failed: {error!r}"
             self._cut_if_ended()
             if self._gone is not None:

@@ -100,7 +100,7 @@ class ElasticWorker:
         try:
             with self._groups(generation) as groups:
                 end = attempt(groups.layout, groups, session)
-        except Exception as error:
+        except Exception as error:  # which ones another generation may mend is asked next
             if not self._recoverable(error):
                 self._say_why(error)
                 raise

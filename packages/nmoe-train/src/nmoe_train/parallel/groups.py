@@ -201,7 +201,7 @@ class Groups:
         try:
             self.guard()
             words = action()
-        except Exception as error:
+        except Exception as error:  # raised below, once the others know
             self.fail()
             problem, words = error, " ".join(str(error).split()) or repr(error)
         try:
@@ -302,7 +302,7 @@ def open_groups(layout: Layout, device: torch.device, deadline_s: float) -> Iter
     groups = _join(layout, device, deadline_s)
     try:
         yield groups
-    except Exception as error:
+    except Exception as error:  # whatever it is, the first one to fail raises it
         if groups.fail():
             raise
         raise SystemExit(USER_ERROR) from error

@@ -85,7 +85,7 @@ class Letters:
         self.guard()
         try:
             result = action()
-        except Exception as error:
+        except Exception as error:  # whatever it is, the others must hear
             self._tell_failure(error)
             raise
         self._leave(f"{self._talks}/{self.layout.rank}", result)

@@ -196,7 +196,7 @@ def fetch_newest(
                 return name, problems
     except TrainError:
         raise
-    except Exception as error:
+    except Exception as error:  # each storage raises kinds of its own
         if isinstance(error, OSError) and str(root) in str(error.filename):
             raise
         raise TrainError(

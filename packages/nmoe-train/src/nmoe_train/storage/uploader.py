@@ -106,7 +106,7 @@ class Uploader:
         say("mirrored", step=step, bytes=progress.size, seconds=seconds, new=new)
         try:
             self._mirror.prune(step, self._keep)
-        except Exception as error:
+        except Exception as error:  # each storage raises kinds of its own
             say("alert", what=f"older checkpoints stay in {self._mirror.url}: {reason(error)}")
 
 

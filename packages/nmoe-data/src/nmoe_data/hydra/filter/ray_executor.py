@@ -29,7 +29,7 @@ class Actor:
         try:
             self._worker = self._worker or Worker(self._job, "cpu")
             return self._worker.run(task)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the run that waits for it must hear
             return Failure(error)
 
 

@@ -62,6 +62,7 @@ def ours(problem: Exchange, group: ExpertParallel, blocks: int | None) -> Conten
 
     def use() -> None:
         if blocks is not None:
+            # Of those transports that say how many they may use.
             link.blocks = blocks  # type: ignore[attr-defined]
 
     def dispatch() -> object:
