@@ -5,11 +5,15 @@ turns: a plain file of the same size written and read past the page cache (the d
 save and a load of nmoe-train, and `async_save` and `load` of torch.distributed.checkpoint (DCP). A
 pause is the time until the training may go on and has changed a first tensor; a commit the time
 until all is durable. Every load is compared with the state. nmoe-train's save reads its files back
-and its load checks their SHA-256 first; DCP does neither. Figures are medians over rounds, the
-first one left out.
+and its load checks their SHA-256 first; DCP does neither. On a GPU there is one contender more,
+`dcp_pinned`: DCP with a stager that is kept and that pins its memory, which is not its default.
+Figures are medians over rounds, the first one left out.
+
+`--training` then trains layouts.toml, saving every few steps, for the share that a save's pause
+has in a step; the first save, which makes its buffers, is left out.
 
     python infra/bench/checkpoint.py --json infra/bench/results/checkpoint-cpu.json
-    python infra/bench/checkpoint.py --device cuda --processes 1 --json NEW.json
+    python infra/bench/checkpoint.py --device cuda --processes 1 --training --json NEW.json
 """
 
 import argparse
@@ -35,10 +39,14 @@ from nmoe_kernels.bench.command import hardware
 from nmoe_train.checkpoint import Saver, newest_sound_checkpoint
 from nmoe_train.parallel import Layout
 from nmoe_train.parallel.groups import Groups, open_groups
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 TENSOR_BYTES = 8 << 20
 CHUNK_BYTES = 16 << 20
 META: dict[str, Any] = {"tokens": 0, "updates": 0, "fields": {}}
+TRAINING = Path(__file__).with_name("layouts.toml")
+TRAINED_LAYERS, TRAINED_STEPS, SAVE_EVERY = 2, 390, 130
+"""Few layers, so that a slow disk has written a state before the next one is saved."""
 
 
 def main() -> None:
@@ -70,6 +78,8 @@ def main() -> None:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, check=True, env=environment)
             report["rows"].append(json.loads((Path(scratch) / "row.json").read_text()))
+    if options.training:
+        report["training"] = _training(options)
     text = json.dumps(report, indent=1)
     sys.stdout.write(text + "\n")
     if options.json:
@@ -82,9 +92,45 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the state")
     parser.add_argument("--mib", type=int, default=512, help="state of a rank")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--training", action="store_true", help="take the share of a step too")
     parser.add_argument("--dir", type=Path, default=Path(), help="on the disk to measure")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
+
+
+def _training(options: argparse.Namespace) -> dict[str, Any]:
+    """Trains, with saves, and compares their pauses with the steps between them."""
+    with tempfile.TemporaryDirectory(dir=options.dir) as scratch:
+        run = Path(scratch) / "run"
+        settings = {
+            "run.dir": run,
+            "run.device": options.device,
+            "model.layers": TRAINED_LAYERS,
+            "train.steps": TRAINED_STEPS,
+            "checkpoint.every": SAVE_EVERY,
+            "checkpoint.keep": 1,
+        }
+        told = [f"--set={key}={value}" for key, value in settings.items()]
+        command = [sys.executable, "-m", "nmoe_train", "run", str(TRAINING), *told]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        lines = (run / "metrics").glob("*-0.jsonl")
+        steps = [json.loads(line) for file in lines for line in file.read_text().splitlines()]
+        saved = [path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file()]
+    pauses = [step["checkpoint/stall_ms"] for step in steps if "checkpoint/stall_ms" in step][1:]
+    commits = [step["checkpoint/commit_ms"] for step in steps if "checkpoint/commit_ms" in step]
+    step_ms = statistics.median(step["step_ms"] for step in steps)
+    pause_ms = statistics.median(pauses)
+    return {
+        "config": TRAINING.read_text(),
+        "settings": {name: str(value) for name, value in settings.items() if name != "run.dir"},
+        "bytes": sum(saved),
+        "step_ms": step_ms,
+        "pause_ms": pause_ms,
+        "pauses_ms": pauses,
+        "commits_ms": commits,
+        "pause_in_steps": pause_ms / step_ms,
+        "pause_share": pause_ms / (SAVE_EVERY * step_ms),
+    }
 
 
 def _rank(options: argparse.Namespace) -> None:
@@ -128,6 +174,9 @@ def _rounds(
     saver = Saver(options.dir / "ours", 1, groups=groups)
     # Its thread talks while the ranks here do.
     own = dist.new_group(backend="gloo")
+    stagers: dict[str, AsyncStager | None] = {"dcp": None}
+    if device.type == "cuda":
+        stagers["dcp_pinned"] = _KeptStager()
     for number in range(1, options.rounds + 1):
         seconds: dict[str, float] = {}
         timed = _Timed(seconds)
@@ -139,14 +188,26 @@ def _rounds(
         timed("ours_commit", saver.settle, after="ours_pause")
         timed("ours_load", lambda: _load_ours(options.dir / "ours", groups, target))
         _check(state, target)
-        _dcp(options.dir / "dcp", state, target, own, train, timed)
-        _check(state, target)
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(options.dir / "dcp")
+        for name, stager in stagers.items():
+            _dcp(name, stager, options.dir / "dcp", state, target, own, train, timed)
+            _check(state, target)
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(options.dir / "dcp")
+            dist.barrier()
         found.append(seconds)
     saver.leave(wait=True)
     return found
+
+
+class _KeptStager(DefaultStager):
+    """Pins its memory and keeps it: torch 2.11 closes a given stager after a save."""
+
+    def __init__(self) -> None:
+        super().__init__(StagingOptions(True, False, False, True))
+
+    def close(self) -> None:
+        """Leaves everything for the next save."""
 
 
 class _Timed:
@@ -166,6 +227,8 @@ class _Timed:
 
 
 def _dcp(
+    name: str,
+    stager: AsyncStager | None,
     place: Path,
     state: dict[str, torch.Tensor],
     target: dict[str, torch.Tensor],
@@ -176,13 +239,14 @@ def _dcp(
     saving: list[Any] = []
 
     def begin() -> None:
-        saving.append(dcp.async_save(state, checkpoint_id=place, process_group=group))
+        save = {"checkpoint_id": place, "process_group": group, "async_stager": stager}
+        saving.append(dcp.async_save(state, **save))
         train()
 
-    timed("dcp_pause", begin)
-    timed("dcp_commit", lambda: saving[0].result(), after="dcp_pause")
+    timed(f"{name}_pause", begin)
+    timed(f"{name}_commit", lambda: saving[0].result(), after=f"{name}_pause")
     _forget(place)
-    timed("dcp_load", lambda: dcp.load(target, checkpoint_id=place, process_group=group))
+    timed(f"{name}_load", lambda: dcp.load(target, checkpoint_id=place, process_group=group))
 
 
 def _load_ours(root: Path, groups: Groups, target: dict[str, torch.Tensor]) -> None:

@@ -53,7 +53,7 @@ COLUMNS: dict[str, list[Column]] = {
         ("both ms", number("both_ms")),
         ("TFLOP/s", number("both_tflops", ".0f")),
         ("of dense", number("both_share", ".0%")),
-        ("peak GiB", number("peak_gib", ".1f")),
+        ("peak GiB", number("peak_gib")),
         ("first call s, cold / cached", first_call),
         ("error", number("error", ".1e")),
     ],

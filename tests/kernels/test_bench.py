@@ -1,6 +1,7 @@
 """The benchmarks time what they have verified, in turns, and say why where they do not."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -243,12 +244,14 @@ def test_the_weight_of_a_bf16_router_is_that_of_an_fp32_one() -> None:
     assert not torch.equal(weight.bfloat16().float(), weight)
 
 
-def test_contenders_take_turns_and_the_first_moves_on() -> None:
+def test_contenders_take_turns_in_an_order_of_each_round() -> None:
     calls: list[str] = []
     works = {name: lambda name=name: calls.append(name) for name in "abc"}
-    times = timing.time_together(works, CPU, 3)
-    assert "".join(calls) == "aabbcc" + "abc" + "bca" + "cab"
-    assert all(times[name].runs == 3 for name in "abc")
+    times = timing.time_together(works, CPU, 20)
+    assert calls[:6] == list("aabbcc")
+    rounds = [tuple(calls[at : at + 3]) for at in range(6, 66, 3)]
+    assert set(rounds) == set(itertools.permutations("abc"))
+    assert all(times[name].runs == 20 for name in "abc")
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 20])

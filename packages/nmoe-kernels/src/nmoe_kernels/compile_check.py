@@ -248,13 +248,18 @@ def _router() -> Iterator[Kernel]:
 
 def _router_scores(sigmoid: bool) -> Iterator[Kernel]:
     score = "sigmoid" if sigmoid else "softmax"
-    shared = {"ids_ptr": "*i64", "logits_ptr": "*fp32", "valid_ptr": "*i1", "scale": "fp32"}
+    shared = {
+        "ids_ptr": "*i64",
+        **dict.fromkeys(("weights_ptr", "logits_ptr", "share_ptr"), "*fp32"),
+        "valid_ptr": "*i1",
+        "scale": "fp32",
+    }
     choices = {"SIGMOID": sigmoid, "RENORMALISE": True, "SLOTS": 8, "BLOCK": 32}
     yield Kernel(
         f"router, choice by {score}",
         router.choose_kernel,
         {
-            **dict.fromkeys(("products_ptr", "bias_ptr", "weights_ptr"), "*fp32"),
+            **dict.fromkeys(("products_ptr", "bias_ptr"), "*fp32"),
             "counts_ptr": "*i64",
             **dict.fromkeys(("tokens", "experts", "plane", "groups", "group_size"), "i32"),
             **shared,

@@ -1,11 +1,13 @@
 """Time and memory of pieces of work, on the GPU by events and elsewhere by the host's clock.
 
-Contenders are timed in turns, one run of each a round, so that a clock that drifts drifts for all.
+Contenders are timed in turns, one run of each a round, so that a clock that drifts drifts for all,
+and in another order every round: the GPU's clock depends on what it has just been doing.
 Before each run on a GPU the L2 is overwritten, several times over: the host then runs ahead while
 the GPU is busy, and what is timed is the work on the GPU, as in a training step. Work that makes
 the host wait shows that it does.
 """
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +36,7 @@ class Times:
 def time_together(
     works: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[str, Times]:
-    """Times every work `repeats` times, in turns; who goes first moves on with every round."""
+    """Times every work `repeats` times, in turns; each round has an order of its own."""
     for work in works.values():
         for _ in range(WARM_RUNS):
             work()
@@ -42,9 +44,9 @@ def time_together(
     taken: dict[str, list[float]] = {name: [] for name in names}
     shape = (FLUSHED_BYTES,) if device.type == "cuda" else (0,)
     flushed = torch.empty(shape, dtype=torch.int8, device=device)
-    for number in range(repeats):
-        first = number % max(len(names), 1)
-        for name in names[first:] + names[:first]:
+    orders = random.Random(0)
+    for _ in range(repeats):
+        for name in orders.sample(names, len(names)):
             taken[name].append(_once(works[name], device, flushed))
     return {name: _summary(ms) for name, ms in taken.items()}
 

@@ -38,7 +38,7 @@ def split_kernel(weight_ptr, parts_ptr, size, HIGHS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def choose_kernel(
-    products_ptr, bias_ptr, ids_ptr, weights_ptr, logits_ptr, valid_ptr, counts_ptr,
+    products_ptr, bias_ptr, ids_ptr, weights_ptr, logits_ptr, share_ptr, valid_ptr, counts_ptr,
     tokens, experts, plane, groups, group_size, scale,
     PARTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, RENORMALISE: tl.constexpr,
     SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
@@ -47,6 +47,7 @@ def choose_kernel(
     """Routes BLOCK tokens whose logits are the sum over parts of products [PARTS, E, T].
 
     plane: E * T. counts [E + 1]: adds the tokens that chose each expert, and those not valid.
+    share [T]: what the scores chosen are divided by; not written unless by a renormalised sigmoid.
     GROUPS_2, SIZE_2 and SLOTS_2 are G, E / G and K, made powers of two. LIMITED: a token chooses in
     its best TOP_GROUPS groups only.
     """
@@ -99,7 +100,10 @@ def choose_kernel(
         chosen += tl.load(products_ptr + part * plane + at, mask=readable, other=0.0)
     weights = score_of(chosen, top[None, :], total[None, :], SIGMOID)
     if RENORMALISE:
-        weights /= (tl.sum(tl.where(slot < SLOTS, weights, 0.0), axis=0) + TINY)[None, :]
+        share = tl.sum(tl.where(slot < SLOTS, weights, 0.0), axis=0) + TINY
+        weights /= share[None, :]
+        if SIGMOID:
+            tl.store(share_ptr + token, share, mask=exists)
     at = token.to(tl.int64)[None, :] * SLOTS + slot
     tl.store(ids_ptr + at, ids.to(tl.int64), mask=taken)
     tl.store(weights_ptr + at, weights * scale, mask=taken)
@@ -163,16 +167,19 @@ def best_groups(grouped, groups, group_size, SIGMOID: tl.constexpr, TOP_GROUPS: 
 
 @triton.jit
 def logits_grad_kernel(
-    logits_ptr, ids_ptr, valid_ptr, grad_weights_ptr, grad_logits_ptr, out_ptr,
-    tokens, experts, plane, scale,
+    logits_ptr, ids_ptr, weights_ptr, share_ptr, valid_ptr, grad_weights_ptr, grad_logits_ptr,
+    out_ptr, tokens, experts, plane, scale,
     SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, FROM_WEIGHTS: tl.constexpr,
     FROM_LOGITS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient d of the logits of BLOCK tokens, as out [3, E, T] = (high, low, high).
 
-    high + low is d. With p the chosen scores and S their sum: a weight is scale * p / S, so that
-    grad p = scale * (grad w - sum(grad w * p) / S) / S; then d = p (grad p - sum(grad p * p)) for
-    softmax, grad p * p (1 - p) for sigmoid. FROM_LOGITS adds the gradient that reaches the logits.
+    high + low is d. A weight is w = scale * p / S, of the chosen score p and, renormalised, the sum
+    S of those chosen; else S is 1. With m = sum(grad w * w) / scale, renormalised, and else 0:
+    d = w (grad w - m) for softmax, and that times 1 - p for sigmoid. Softmax that is not
+    renormalised takes p * sum(grad w * w) from every expert, the only reason to read all logits;
+    share is S, which only a renormalised sigmoid reads. FROM_LOGITS adds the gradient that reaches
+    the logits.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = token < tokens
@@ -182,26 +189,29 @@ def logits_grad_kernel(
     at = row.to(tl.int64)[:, None] * tokens + token[None, :]
     grad = tl.zeros((ROWS, BLOCK), tl.float32)
     if FROM_WEIGHTS:
-        logits = tl.load(logits_ptr + at, mask=here, other=0.0)
-        top, total = softmax_parts(logits, real, SIGMOID)
-        scores = tl.where(real, score_of(logits, top[None, :], total[None, :], SIGMOID), 0.0)
-        chosen = tl.zeros((ROWS, BLOCK), tl.int32)
+        first = token.to(tl.int64) * SLOTS
+        moved = tl.zeros((BLOCK,), tl.float32)
         for k in range(SLOTS):
-            place = token.to(tl.int64) * SLOTS + k
-            id_ = tl.load(ids_ptr + place, mask=exists, other=0)
-            upstream = tl.load(grad_weights_ptr + place, mask=exists, other=0.0)
-            mine = row[:, None] == id_[None, :]
-            grad = tl.where(mine, upstream[None, :], grad)
-            chosen = tl.where(mine, 1, chosen)
+            weight = tl.load(weights_ptr + first + k, mask=exists, other=0.0)
+            moved += weight * tl.load(grad_weights_ptr + first + k, mask=exists, other=0.0)
+        mean = tl.zeros((BLOCK,), tl.float32)
+        of_weight = tl.zeros((BLOCK,), tl.float32) + 1 / scale
         if RENORMALISE:
-            share = tl.sum(tl.where(chosen > 0, scores, 0.0), axis=0) + TINY
-            mean = tl.sum(grad * scores, axis=0) / share
-            grad = tl.where(chosen > 0, (grad - mean[None, :]) / share[None, :], 0.0)
-        grad = grad * scale
-        if SIGMOID:
-            grad = grad * scores * (1 - scores)
-        else:
-            grad = scores * (grad - tl.sum(grad * scores, axis=0)[None, :])
+            mean += moved / scale
+            if SIGMOID:
+                of_weight *= tl.load(share_ptr + token, mask=exists, other=0.0)
+        for k in range(SLOTS):
+            id_ = tl.load(ids_ptr + first + k, mask=exists, other=0)
+            weight = tl.load(weights_ptr + first + k, mask=exists, other=0.0)
+            upstream = tl.load(grad_weights_ptr + first + k, mask=exists, other=0.0)
+            mine = weight * (upstream - mean)
+            if SIGMOID:
+                mine *= 1 - weight * of_weight
+            grad = tl.where(row[:, None] == id_[None, :], mine[None, :], grad)
+        if not SIGMOID and not RENORMALISE:
+            logits = tl.load(logits_ptr + at, mask=here, other=0.0)
+            top, total = softmax_parts(logits, real, SIGMOID)
+            grad -= score_of(logits, top[None, :], total[None, :], SIGMOID) * moved[None, :]
     if FROM_LOGITS:
         grad += tl.load(grad_logits_ptr + at, mask=here, other=0.0)
     valid = tl.load(valid_ptr + token, mask=exists, other=0)

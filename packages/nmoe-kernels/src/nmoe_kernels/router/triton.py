@@ -3,7 +3,8 @@
 The matrix unit multiplies bf16, so the weight goes in as two bf16 numbers that sum to it, which is
 16 of its 24 bits; x is bf16 and exact, sums are fp32. Against fp64 the logits are then as far off
 (3e-6) as with all 24 bits. The gradient of x is (high + low) W_high + high W_low, one product over
-three times the experts. The backward is analytic; it keeps x, the weight, the logits and the ids.
+three times the experts. The backward is analytic. It keeps x, the weight, and of each token the ids
+and weights; all logits only for a softmax whose weights are not renormalised.
 
 Letters: T tokens, H width, E experts, K experts per token.
 """
@@ -43,7 +44,7 @@ def route_triton(
 
     x: bf16. weight: fp32.
     """
-    ids, weights, logits_ET, counts, valid = _route(
+    ids, weights, logits_ET, _, counts, valid = _route(
         x_TH.contiguous(),
         weight_EH.contiguous(),
         None if bias_E is None else bias_E.detach().float().contiguous(),
@@ -77,13 +78,16 @@ def _route(
     top_groups: int,
     renormalise: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """ids [T, K], weights [T, K], logits [E, T], counts [E + 2], valid [T].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """ids [T, K], weights [T, K], logits [E, T], share [T] or [0], counts [E + 2], valid [T].
 
-    counts: the load of each expert, the tokens that are not valid, and a zero for those dropped.
+    share: the sum of the chosen scores, if a sigmoid's are renormalised by it. counts: the load of
+    each expert, the tokens that are not valid, and a zero for those dropped.
     """
-    outputs = _empty_outputs(x_TH, weight_EH, bias_E, slots)
-    ids, weights, logits, counts, valid = outputs
+    outputs = _empty_outputs(
+        x_TH, weight_EH, bias_E, slots, sigmoid, groups, top_groups, renormalise, scale
+    )
+    ids, weights, logits, share, counts, valid = outputs
     counts.zero_()
     experts, tokens = logits.shape
     if not tokens:
@@ -98,6 +102,7 @@ def _route(
         ids,
         weights,
         logits,
+        share,
         valid,
         counts,
         tokens,
@@ -124,13 +129,22 @@ def _route(
 
 @_route.register_fake
 def _empty_outputs(
-    x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, slots: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    bias_E: Tensor | None,
+    slots: int,
+    sigmoid: bool,
+    groups: int,
+    top_groups: int,
+    renormalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = x_TH.shape[0], weight_EH.shape[0]
     return (
         x_TH.new_empty(tokens, slots, dtype=torch.int64),
         x_TH.new_empty(tokens, slots, dtype=torch.float32),
         x_TH.new_empty(experts, tokens, dtype=torch.float32),
+        x_TH.new_empty(tokens if sigmoid and renormalise else 0, dtype=torch.float32),
         x_TH.new_empty(experts + 2, dtype=torch.int64),
         x_TH.new_empty(tokens, dtype=torch.bool),
     )
@@ -143,15 +157,20 @@ def _backward(
     x_TH: Tensor,
     weight_EH: Tensor,
     ids_TK: Tensor,
-    logits_ET: Tensor,
+    weights_TK: Tensor,
+    logits_ET: Tensor | None,
+    share_T: Tensor,
     valid_T: Tensor,
     wanted: list[bool],
     sigmoid: bool,
     renormalise: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight; empty if not wanted."""
-    (experts, tokens), width = logits_ET.shape, x_TH.shape[1]
+    """The gradients of x and of the weight; empty if not wanted.
+
+    logits_ET: needed by a softmax whose weights are not renormalised.
+    """
+    (tokens, width), experts = x_TH.shape, weight_EH.shape[0]
     grad_x, grad_weight = x_TH.new_empty(0), weight_EH.new_empty(0)
     grads = x_TH.new_empty(3, experts, tokens)
     rows = triton.next_power_of_2(experts)
@@ -160,6 +179,8 @@ def _backward(
         kernels.logits_grad_kernel[(triton.cdiv(tokens, block),)](
             logits_ET,
             ids_TK,
+            weights_TK,
+            share_T,
             valid_T,
             None if grad_weights is None else grad_weights.contiguous(),
             None if grad_logits_ET is None else grad_logits_ET.contiguous(),
@@ -194,7 +215,9 @@ def _(
     x_TH: Tensor,
     weight_EH: Tensor,
     ids_TK: Tensor,
-    logits_ET: Tensor,
+    weights_TK: Tensor,
+    logits_ET: Tensor | None,
+    share_T: Tensor,
     valid_T: Tensor,
     wanted: list[bool],
     *_: Any,
@@ -208,10 +231,11 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x_TH, weight_EH, _, _, sigmoid, _, _, renormalise, scale = inputs
-    ids, _, logits_ET, counts, valid = output
-    ctx.save_for_backward(x_TH, weight_EH, ids, logits_ET, valid)
+    ids, weights, logits_ET, share, counts, valid = output
+    kept = None if sigmoid or renormalise else logits_ET
+    ctx.save_for_backward(x_TH, weight_EH, ids, weights, kept, share, valid)
     ctx.settings = sigmoid, renormalise, scale
-    ctx.mark_non_differentiable(ids, counts, valid)
+    ctx.mark_non_differentiable(ids, share, counts, valid)
     ctx.set_materialize_grads(False)
 
 

@@ -1,9 +1,12 @@
 """Liger's fused experts (liger-kernel), Triton kernels for bf16 behind a plain PyTorch router.
 
-It has no router of its own, so it gets that of `plain`, and takes our weights as they are.
+It has no router of its own, so it gets that of `plain`, and takes our weights as they are. Its
+tuning is off unless LIGER_FUSED_MOE_AUTOTUNE says otherwise: at the shapes of the table it had not
+ended after six minutes.
 """
 
 import importlib
+import os
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,10 @@ from nmoe_kernels.bench.peers.layer import PeerLayer, gpu_refusal, missing
 from nmoe_kernels.bench.peers.plain import choose_experts
 from nmoe_kernels.bench.problem import Problem
 
-NOTE = "router in plain PyTorch; router gradient summed by atomics; reads the host once a call"
+NOTE = (
+    "router in plain PyTorch; router gradient summed by atomics; reads the host once a call; "
+    "not tuned, one configuration of its own"
+)
 
 
 def why_absent(device: str, dtype: torch.dtype) -> str:
@@ -23,6 +29,7 @@ def why_absent(device: str, dtype: torch.dtype) -> str:
 
 def build(problem: Problem) -> PeerLayer:
     """Its autograd function on the problem's weights."""
+    os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
     experts = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     top_k = problem.shape.top_k
     router = problem.router.to(problem.x.dtype).requires_grad_()
