@@ -18,6 +18,7 @@ from nmoe_train.cli import app, main
 from nmoe_train.storage.mirror import Mirror
 from nmoe_train.storage.target import Target
 from s3_bucket import NAME, Bucket, bucket
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 __all__ = ["bucket"]
@@ -288,11 +289,25 @@ def test_a_checkpoint_of_another_format_is_not_called_damaged(call: Call, tmp_pa
     (folder / "COMPLETE").write_text(hashlib.sha256(content).hexdigest())
     code, out, err = call("checkpoint", "ls", tmp_path)
     assert (code, out.split("  ")[1], err) == (0, "other format", "")
-    for words in (["verify", tmp_path], ["convert", folder, tmp_path / "new"]):
-        code, out, err = call("checkpoint", *words)
-        assert (code, out) == (2, "")
+    write_checkpoint(tmp_path, 1, {"model.a": torch.ones(3)}, {}, keep=2)
+    code, verified, of_verify = call("checkpoint", "verify", tmp_path)
+    assert (code, verified) == (2, "step-00000002: other format\nstep-00000001: sound\n")
+    code, converted, of_convert = call("checkpoint", "convert", folder, tmp_path / "new")
+    assert (code, converted) == (2, "")
+    for err in (of_verify, of_convert):
         assert "E-CHECKPOINT-VERSION" in err and "format 2" in err and err.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_listing_and_verifying_do_without_torch(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 2, {"model.a": torch.ones(3)}, {}, keep=1)
+    for command in ("ls", "verify"):
+        program = (
+            "import sys; from nmoe_train.cli import app\n"
+            f"app(['checkpoint', '{command}', {str(tmp_path)!r}], standalone_mode=False)\n"
+            "assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_checkpoints_at_a_url_are_listed_and_verified(
@@ -326,6 +341,30 @@ def test_checkpoints_at_a_url_are_listed_and_verified(
     assert "E-CHECKPOINT-CORRUPT" in err and err.count("\n") == 1
     code, out, err = call("checkpoint", "ls", f"{url}/absent")
     assert code == 2 and "E-CHECKPOINT-NOT-FOUND" in err
+
+
+def test_a_checkpoint_at_a_url_is_converted(call: Call, bucket: Bucket, tmp_path: Path) -> None:
+    url = f"s3://{NAME}/runs/run"
+    there = Mirror(Target(f"{url}/checkpoints", 60.0))
+    for step in (2, 4):
+        state = {"model.a": torch.full((3,), float(step))}
+        folder = write_checkpoint(tmp_path / "here", step, state, {}, keep=2)
+        there.upload(folder, lambda sent: None)
+    new = tmp_path / "new"
+    code, out, err = call("checkpoint", "convert", url, new)
+    assert (code, err) == (0, f"fetching step-00000004 from {url}/checkpoints\n")
+    assert out.startswith(f"{new}/checkpoints/step-00000004  ")
+    assert [path.name for path in new.iterdir()] == ["checkpoints"]
+    weights = tmp_path / "weights"
+    words = (f"{url}/checkpoints/step-00000002", weights, "--weights-only")
+    code, out, _ = call("checkpoint", "convert", *words)
+    assert code == 0 and out.startswith(f"{weights}/weights-00001-of-00001.safetensors  ")
+    assert load_file(weights / "weights-00001-of-00001.safetensors")["a"].tolist() == [2.0] * 3
+    bucket.put("runs/run/checkpoints/step-00000004/rank-00000.safetensors", b"damaged")
+    for source, said in ((url, "E-CHECKPOINT-CORRUPT"), (f"{url}s", "E-CHECKPOINT-NOT-FOUND")):
+        code, out, err = call("checkpoint", "convert", source, tmp_path / "deep" / "other")
+        assert (code, out) == (2, "") and said in err
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "new", "weights"]
 
 
 def test_where_there_is_no_checkpoint_it_is_said(call: Call, tmp_path: Path) -> None:

@@ -181,7 +181,6 @@ def test_bad_input_is_one_line(trained: Config, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["file:///tmp/run", "new"], "file:///tmp/run is a URL"),
         (["RUN", "s3://bucket/new"], "s3://bucket/new is a URL"),
         (["RUN", "new", "--dtype", "bf16"], "add --weights-only"),
         (["RUN", "new", "--file-gb", "1"], "drop --file-gb"),

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -152,7 +153,7 @@ app.add_typer(checkpoint, name="checkpoint")
 @checkpoint.command("ls")
 def checkpoint_ls(run: str) -> None:
     """List the checkpoints of a run folder or URL, newest first: steps, sizes, layout, status."""
-    from nmoe_train.checkpoint import list_checkpoints
+    from nmoe_train.storage.listing import list_checkpoints
 
     for found in list_checkpoints(run):
         layout = " ".join(f"{name}={size}" for name, size in (found.layout or {}).items())
@@ -165,15 +166,14 @@ def checkpoint_ls(run: str) -> None:
 @checkpoint.command("verify")
 def checkpoint_verify(place: str) -> None:
     """Read the complete checkpoints of a run folder or URL, and name every file damaged."""
-    from nmoe_train.checkpoint import verify_checkpoints
+    from nmoe_train.storage.listing import verify_checkpoints
 
-    damaged = False
-    for folder, problems in verify_checkpoints(place):
-        damaged = damaged or bool(problems)
-        typer.echo(f"{folder}: {'damaged' if problems else 'sound'}")
-        for problem in problems:
+    found = verify_checkpoints(place)
+    for folder in found:
+        typer.echo(f"{folder.name}: {folder.status}")
+        for problem in folder.problems:
             typer.echo(f"error {problem}", err=True)
-    if damaged:
+    if any(folder.problems for folder in found):
         raise typer.Exit(USER_ERROR)
 
 
@@ -195,7 +195,8 @@ def checkpoint_convert(
 ) -> None:
     """Write a checkpoint of any layout as a run folder with one file, or its weights alone.
 
-    SOURCE is a checkpoint, or a run folder, whose newest is taken. OUT is a new folder.
+    SOURCE is a checkpoint, or a run folder, whose newest is taken, here or at a URL. OUT is a new
+    folder.
     """
     from nmoe_data.files import os_errors
 
@@ -203,25 +204,23 @@ def checkpoint_convert(
     from nmoe_train.errors import TrainError
     from nmoe_train.storage.target import is_url
 
-    for place in (source, out):
-        if is_url(place):
-            raise TrainError(
-                "E-CONVERT", f"{place} is a URL", "copy checkpoints here, or there, by other means"
-            )
+    if is_url(out):
+        raise TrainError("E-CONVERT", f"{out} is a URL", "name a folder here, and copy it there")
     if dtype is not None and not weights_only:
         raise TrainError(
             "E-CONVERT", "--dtype would change what a resume computes", "add --weights-only"
         )
     if file_gb is not None and not weights_only:
         raise TrainError("E-CONVERT", "a run folder has one file", "drop --file-gb")
-    here, there = Path(source), Path(out)
+    there, tell = Path(out), partial(typer.echo, err=True)
     with os_errors("write", there):
         if weights_only:
             size = (DEFAULT_FILE_GB if file_gb is None else file_gb) * 1e9
-            for file in convert_weights(here, there, dtype, size):
+            for file in convert_weights(source, there, dtype, size, tell):
                 typer.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
         else:
-            typer.echo(f"{convert_checkpoint(here, there)}  resume with run.dir = {out}")
+            written = convert_checkpoint(source, there, tell)
+            typer.echo(f"{written}  resume with run.dir = {out}")
 
 
 @app.command()

@@ -7,7 +7,6 @@ from nmoe_train.checkpoint.folder import (
     remove_older,
     write_checkpoint,
 )
-from nmoe_train.checkpoint.listing import Listed, list_checkpoints, verify_checkpoints
 from nmoe_train.checkpoint.saver import Saved, Saver
 from nmoe_train.checkpoint.state import (
     gather_state,
@@ -21,14 +20,12 @@ from nmoe_train.storage.folders import complete_checkpoints
 
 __all__ = [
     "Checkpoint",
-    "Listed",
     "Saved",
     "Saver",
     "complete_checkpoints",
     "convert_checkpoint",
     "convert_weights",
     "gather_state",
-    "list_checkpoints",
     "materialise_moments",
     "newest_sound_checkpoint",
     "owned_state",
@@ -36,6 +33,5 @@ __all__ = [
     "restore_state",
     "state_boxes",
     "state_places",
-    "verify_checkpoints",
     "write_checkpoint",
 ]

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from nmoe_train.checkpoint.body import Body
 from nmoe_train.checkpoint.folder import Checkpoint, read_checkpoint, write_checkpoint
-from nmoe_train.checkpoint.listing import folders_of, not_found
 from nmoe_train.errors import TrainError
-from nmoe_train.storage.folders import COMPLETE, CORRUPT, verify
+from nmoe_train.storage.folders import CORRUPT, verify
+from nmoe_train.storage.listing import complete_of, fetch_checkpoint
+from nmoe_train.storage.target import is_url
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEMA_VERSION = 1
@@ -31,19 +32,25 @@ OWN_META = ("schema_version", "step", "files", "tensors")
 """What of meta.json is about its folder, and not about the training."""
 
 
-def convert_weights(source: Path, out: Path, dtype: str | None, file_bytes: float) -> list[Path]:
+def convert_weights(
+    source: str | Path,
+    out: Path,
+    dtype: str | None,
+    file_bytes: float,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
     """Writes the weights of a checkpoint to the new folder `out`; its files.
 
-    `source`: a checkpoint folder, or a run's, whose newest is taken. `dtype` (fp32, bf16, fp16) is
-    that of the matrices; vectors, such as norms and the router's bias, stay as they are. A file has
-    at most `file_bytes`, unless one tensor has more. Memory holds one file. Raises TrainError
-    `E-CONVERT`, and what `sound_checkpoint` does.
+    `source`: a checkpoint, or a run, whose newest is taken, as a folder or a URL, which is copied
+    beside `out` meanwhile. `dtype` (fp32, bf16, fp16) is that of the matrices; vectors, such as
+    norms and the router's bias, stay as they are. A file has at most `file_bytes`, unless one
+    tensor has more. Memory holds one file. `tell` shows a line to the user. Raises TrainError
+    `E-CONVERT`, and what `sound_checkpoint` and `fetch_checkpoint` do.
     """
     if dtype is not None and dtype not in DTYPES:
         raise TrainError("E-CONVERT", f"--dtype {dtype} is not known", f"use {', '.join(DTYPES)}")
     _check_new(out)
-    checkpoint = sound_checkpoint(source)
-    with _new_folder(out) as folder:
+    with _new_folder(out) as folder, _found(source, folder, tell) as checkpoint:
         files = _write_weights(checkpoint, folder, dtype, file_bytes)
     return [out / name for name in files]
 
@@ -74,18 +81,30 @@ def _write_weights(
     return list(files)
 
 
-def convert_checkpoint(source: Path, out: Path) -> Path:
+def convert_checkpoint(
+    source: str | Path, out: Path, tell: Callable[[str], None] = lambda line: None
+) -> Path:
     """Writes a checkpoint, with all that a resume needs, in one file to the new run folder `out`.
 
     Memory holds the whole state. Raises what `convert_weights` does.
     """
     _check_new(out)
-    checkpoint = sound_checkpoint(source)
-    meta = {key: value for key, value in checkpoint.meta.items() if key not in OWN_META}
-    with _new_folder(out) as folder:
+    with _new_folder(out) as folder, _found(source, folder, tell) as checkpoint:
+        meta = {key: value for key, value in checkpoint.meta.items() if key not in OWN_META}
         root, tensors = folder / "checkpoints", dict(checkpoint.tensors())
         written = write_checkpoint(root, checkpoint.step, tensors, meta, keep=1)
     return out / written.relative_to(folder)
+
+
+@contextmanager
+def _found(source: str | Path, folder: Path, tell: Callable[[str], None]) -> Iterator[Checkpoint]:
+    """The checkpoint at `source`; what is copied of a URL lies in `folder` during the block."""
+    if not is_url(str(source)):
+        yield sound_checkpoint(Path(source))
+        return
+    copied = folder / "copied"
+    yield read_checkpoint(fetch_checkpoint(str(source), copied, tell))
+    shutil.rmtree(copied)
 
 
 def sound_checkpoint(source: Path) -> Checkpoint:
@@ -93,10 +112,7 @@ def sound_checkpoint(source: Path) -> Checkpoint:
 
     Raises TrainError `E-CHECKPOINT-NOT-FOUND`, `E-CHECKPOINT-CORRUPT`, `E-CHECKPOINT-VERSION`.
     """
-    complete = [folder for folder in folders_of(source) if (folder / COMPLETE).exists()]
-    if not complete:
-        raise not_found(source, "no complete checkpoint")
-    newest = complete[0]
+    newest, *_ = complete_of(source)
     try:
         verify(newest)
     except TrainError as error:

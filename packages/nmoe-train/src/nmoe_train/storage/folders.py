@@ -23,6 +23,7 @@ SCHEMA_VERSION = 3
 COMPLETE = "COMPLETE"
 META = "meta.json"
 CORRUPT = "E-CHECKPOINT-CORRUPT"
+OTHER_FORMAT = "E-CHECKPOINT-VERSION"
 FOLDER_NAME = re.compile(r"step-\d{8}")
 
 
@@ -73,7 +74,7 @@ def parse_meta(content: bytes, wanted: bytes, folder: Path | str) -> dict[str, A
         raise corrupt(place, f"cannot be read ({error})") from None
     if version != SCHEMA_VERSION:
         raise TrainError(
-            "E-CHECKPOINT-VERSION",
+            OTHER_FORMAT,
             f"{folder} has format {version}, and this nmoe-train reads {SCHEMA_VERSION}",
             "use the version of nmoe-train that wrote it",
         )

@@ -12,6 +12,7 @@ from nmoe_train.storage.folders import (
     CORRUPT,
     FOLDER_NAME,
     META,
+    OTHER_FORMAT,
     all_checkpoints,
     damages,
     read_meta,
@@ -51,18 +52,51 @@ def list_checkpoints(place: str | Path) -> list[Listed]:
     return [_listed(folder) for folder in folders_of(Path(place))]
 
 
-def verify_checkpoints(place: str | Path) -> list[tuple[str, list[str]]]:
-    """What is wrong with each complete checkpoint of a run folder or URL, or the one at `place`.
+@dataclass(frozen=True)
+class Verified:
+    """A complete folder; `problems` has an error for each damaged file, or for the format."""
 
-    Every file is read. Raises TrainError `E-CHECKPOINT-NOT-FOUND` where none is complete,
-    `E-CHECKPOINT-VERSION`, and `E-MIRROR` where a storage does not answer.
+    name: str
+    status: str
+    """`sound`, `damaged`, or `other format`, whose files are not read."""
+    problems: list[str]
+
+
+def verify_checkpoints(place: str | Path) -> list[Verified]:
+    """Reads every file of each complete checkpoint of a run folder or URL, or of the one there.
+
+    Raises TrainError `E-CHECKPOINT-NOT-FOUND` where none is complete, `E-MIRROR` where a storage
+    does not answer.
     """
     if is_url(str(place)):
         return _asked(str(place), _verify_mirror)
-    complete = [folder for folder in folders_of(Path(place)) if (folder / COMPLETE).exists()]
-    if not complete:
-        raise not_found(place, "no complete checkpoint")
-    return [(folder.name, damages(folder)) for folder in complete]
+    folders = complete_of(Path(place))
+    return [_verified(folder.name, partial(damages, folder)) for folder in folders]
+
+
+def fetch_checkpoint(url: str, root: Path, tell: Callable[[str], None]) -> Path:
+    """Copies the newest complete checkpoint at a URL, or the one that it names, to the folder
+    `root`, verified; its folder there. `tell` shows a line to the user.
+
+    Raises TrainError `E-CHECKPOINT-CORRUPT` where it is damaged, what `verify_checkpoints` does,
+    `E-CHECKPOINT-VERSION`, and OSError of the disk.
+    """
+
+    def fetch(mirror: Mirror, names: list[str]) -> Path | OSError:
+        newest, *_ = _complete(mirror, names)
+        tell(f"fetching {newest} from {mirror.url}")
+        try:
+            mirror.fetch(newest, root, lambda: None)
+        except OSError as error:
+            if str(root) in str(error.filename):
+                return error
+            raise
+        return root / newest
+
+    fetched = _asked(url, fetch)
+    if isinstance(fetched, OSError):
+        raise fetched
+    return fetched
 
 
 def _asked(url: str, ask: Callable[[Mirror, list[str]], Result]) -> Result:
@@ -98,12 +132,39 @@ def _list_mirror(mirror: Mirror, names: list[str]) -> list[Listed]:
     return [_entry(name, mirror.target.sizes(name), partial(mirror.meta, name)) for name in names]
 
 
-def _verify_mirror(mirror: Mirror, names: list[str]) -> list[tuple[str, list[str]]]:
+def _verify_mirror(mirror: Mirror, names: list[str]) -> list[Verified]:
+    return [_verified(name, partial(mirror.damages, name)) for name in _complete(mirror, names)]
+
+
+def _complete(mirror: Mirror, names: list[str]) -> list[str]:
+    """Those of the names, newest first, that are complete, at least one."""
     complete = set(mirror.complete())
     found = [name for name in names if name in complete]
     if not found:
         raise not_found(mirror.url, "no complete checkpoint")
-    return [(name, mirror.damages(name)) for name in found]
+    return found
+
+
+def _verified(name: str, read: Callable[[], list[str]]) -> Verified:
+    """What `read` finds wrong with the files of a folder."""
+    try:
+        problems = read()
+    except TrainError as error:
+        if error.code != OTHER_FORMAT:
+            raise
+        return Verified(name, "other format", [str(error)])
+    return Verified(name, "damaged" if problems else "sound", problems)
+
+
+def complete_of(place: Path) -> list[Path]:
+    """Those of `folders_of` that are complete, at least one.
+
+    Raises TrainError `E-CHECKPOINT-NOT-FOUND`.
+    """
+    complete = [folder for folder in folders_of(place) if (folder / COMPLETE).exists()]
+    if not complete:
+        raise not_found(place, "no complete checkpoint")
+    return complete
 
 
 def folders_of(place: Path) -> list[Path]:
