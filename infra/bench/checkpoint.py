@@ -1,16 +1,17 @@
 """Saves and loads a state beside torch.distributed.checkpoint, on the disk whose own rate it takes.
 
-On each number of processes, every rank has a state of its own. In each round the contenders take
-turns: a plain file of the same size written and read past the page cache (the disk's own rate), a
-save and a load of nmoe-train, and `async_save` and `load` of torch.distributed.checkpoint (DCP). A
-pause is the time until the training may go on and has changed a first tensor; a commit the time
-until all is durable. Every load is compared with the state. nmoe-train's save reads its files back
-and its load checks their SHA-256 first; DCP does neither. On a GPU there is one contender more,
-`dcp_pinned`: DCP with a stager that is kept and that pins its memory, which is not its default.
-Figures are medians over rounds, the first one left out.
+On each number of processes, every rank has a state of its own, which changes every round. In each
+round the contenders go in a random order: a plain file of the same size written and read past the
+page cache (the disk's own rate), a save and a load of nmoe-train, and `async_save` and `load` of
+torch.distributed.checkpoint (DCP). A pause is the time until the training may go on and has changed
+a first tensor; a commit the time until all is durable. Every load is compared with what was to be
+saved. nmoe-train's save reads its files back and its load checks their SHA-256 first; DCP does
+neither. On a GPU there is one contender more, `dcp_pinned`: DCP with its stager that is kept, pins
+its memory and copies tensor by tensor, which is not the default. Figures are medians over rounds,
+the first one left out.
 
-`--training` then trains layouts.toml, saving every few steps, for the share that a save's pause
-has in a step; the first save, which makes its buffers, is left out.
+`--training` then trains layouts.toml on a GPU, with saves, for the share that a pause has in the
+steps between; the first save, which makes its buffer, is left out.
 
     python infra/bench/checkpoint.py --json infra/bench/results/checkpoint-cpu.json
     python infra/bench/checkpoint.py --device cuda --processes 1 --training --json NEW.json
@@ -22,6 +23,7 @@ import json
 import mmap
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -32,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,14 +42,16 @@ from nmoe_kernels.bench.command import hardware
 from nmoe_train.checkpoint import Saver, newest_sound_checkpoint
 from nmoe_train.parallel import Layout
 from nmoe_train.parallel.groups import Groups, open_groups
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 
 TENSOR_BYTES = 8 << 20
 CHUNK_BYTES = 16 << 20
 META: dict[str, Any] = {"tokens": 0, "updates": 0, "fields": {}}
 TRAINING = Path(__file__).with_name("layouts.toml")
-TRAINED_LAYERS, TRAINED_STEPS, SAVE_EVERY = 2, 390, 130
-"""Few layers, so that a slow disk has written a state before the next one is saved."""
+TRAINED_LAYERS = 2
+"""Few, so that a slow disk has written a state before the next one is saved."""
+TRAINED_STEPS, SAVE_EVERY = 540, 130
+"""The last save is that of the end, which no step waits for."""
 
 
 def main() -> None:
@@ -78,12 +83,16 @@ def main() -> None:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, check=True, env=environment)
             report["rows"].append(json.loads((Path(scratch) / "row.json").read_text()))
+    _write(report, options.json)
     if options.training:
         report["training"] = _training(options)
-    text = json.dumps(report, indent=1)
-    sys.stdout.write(text + "\n")
-    if options.json:
-        options.json.write_text(text + "\n")
+        _write(report, options.json)
+    sys.stdout.write(json.dumps(report, indent=1) + "\n")
+
+
+def _write(report: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _options() -> argparse.Namespace:
@@ -95,7 +104,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--training", action="store_true", help="take the share of a step too")
     parser.add_argument("--dir", type=Path, default=Path(), help="on the disk to measure")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.training and options.device == "cpu":
+        parser.error("--training takes a GPU: add --device cuda")
+    return options
 
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:
@@ -113,11 +125,12 @@ def _training(options: argparse.Namespace) -> dict[str, Any]:
         told = [f"--set={key}={value}" for key, value in settings.items()]
         command = [sys.executable, "-m", "nmoe_train", "run", str(TRAINING), *told]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines = (run / "metrics").glob("*-0.jsonl")
-        steps = [json.loads(line) for file in lines for line in file.read_text().splitlines()]
+        steps = pq.read_table(run / "metrics" / "1-0-000.parquet").to_pylist()
         saved = [path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file()]
-    pauses = [step["checkpoint/stall_ms"] for step in steps if "checkpoint/stall_ms" in step][1:]
-    commits = [step["checkpoint/commit_ms"] for step in steps if "checkpoint/commit_ms" in step]
+    pauses, commits = (
+        [step[field] for step in steps if step[field] is not None][1:]
+        for field in ("checkpoint/stall_ms", "checkpoint/commit_ms")
+    )
     step_ms = statistics.median(step["step_ms"] for step in steps)
     pause_ms = statistics.median(pauses)
     return {
@@ -155,59 +168,67 @@ def _rounds(
     options: argparse.Namespace, groups: Groups, device: torch.device
 ) -> list[dict[str, float]]:
     """Seconds of every contender, round after round."""
-    rank, found = groups.layout.rank, []
-    count = (options.mib << 20) // TENSOR_BYTES
-    draw = torch.Generator(device).manual_seed(rank)
-    state = {
-        f"model.{rank}.{n}": torch.randn(TENSOR_BYTES // 4, generator=draw, device=device)
-        for n in range(count)
-    }
-    first = next(iter(state.values()))
-
-    def train() -> None:
-        """Changes the state in place to what it is, as the next update would."""
-        first.mul_(1.0)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    saver = Saver(options.dir / "ours", 1, groups=groups)
+    state = _State(options.mib, groups.layout.rank, device)
+    saver = Saver(options.dir / "ours", 1, groups=groups, device=device)
     # Its thread talks while the ranks here do.
-    own = dist.new_group(backend="gloo")
+    dcp_group = dist.new_group(backend="gloo")
     stagers: dict[str, AsyncStager | None] = {"dcp": None}
     if device.type == "cuda":
-        stagers["dcp_pinned"] = _KeptStager()
-    for number in range(1, options.rounds + 1):
+        stagers["dcp_pinned"] = BlockingAsyncStager(cache_staged_state_dict=True)
+    contenders: dict[str, Callable[[_Timed], None]] = {
+        "raw": lambda timed: _raw(options, groups.layout.rank, timed),
+        "ours": lambda timed: _ours(saver, options.dir / "ours", groups, state, timed),
+        **{
+            name: lambda timed, name=name, stager=stager: _dcp(
+                name, stager, options.dir / "dcp", state, dcp_group, timed
+            )
+            for name, stager in stagers.items()
+        },
+    }
+    orders, found = random.Random(0), []
+    for _ in range(options.rounds):
+        state.move_on()
         seconds: dict[str, float] = {}
-        timed = _Timed(seconds)
-        raw = options.dir / f"raw-{rank}"
-        timed("raw_write", lambda raw=raw: _write_raw(raw, options.mib << 20))
-        timed("raw_read", lambda raw=raw: _read_raw(raw))
-        raw.unlink()
-        timed("ours_pause", lambda n=number: (saver.begin(n, state, META), train()))
-        timed("ours_commit", saver.settle, after="ours_pause")
-        timed("ours_load", lambda: _load_ours(options.dir / "ours", groups, target))
-        _check(state, target)
-        for name, stager in stagers.items():
-            _dcp(name, stager, options.dir / "dcp", state, target, own, train, timed)
-            _check(state, target)
-            dist.barrier()
-            if rank == 0:
-                shutil.rmtree(options.dir / "dcp")
-            dist.barrier()
+        for name in orders.sample(list(contenders), len(contenders)):
+            contenders[name](_Timed(seconds))
         found.append(seconds)
     saver.leave(wait=True)
     return found
 
 
-class _KeptStager(DefaultStager):
-    """Pins its memory and keeps it: torch 2.11 closes a given stager after a save."""
+class _State:
+    """What a rank saves, what it shall be when it is loaded, and where it is loaded to."""
 
-    def __init__(self) -> None:
-        super().__init__(StagingOptions(True, False, False, True))
+    def __init__(self, mib: int, rank: int, device: torch.device) -> None:
+        draw = torch.Generator(device).manual_seed(rank)
+        self._device, self.number = device, 0
+        self.tensors = {
+            f"model.{rank}.{n}": torch.randn(TENSOR_BYTES // 4, generator=draw, device=device)
+            for n in range((mib << 20) // TENSOR_BYTES)
+        }
+        self.target = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
+        self._first = next(iter(self.tensors))
+        self._kept = self.tensors[self._first].clone()
 
-    def close(self) -> None:
-        """Leaves everything for the next save."""
+    def move_on(self) -> None:
+        """Changes every tensor."""
+        self.number += 1
+        for tensor in self.tensors.values():
+            tensor.add_(1.0)
+        self._kept.copy_(self.tensors[self._first])
+
+    def train(self) -> None:
+        """Changes the first tensor, as the update after a save would."""
+        self.tensors[self._first].mul_(2.0)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def check(self) -> None:
+        """Compares what was loaded with what was to be saved, and undoes `train`."""
+        self.tensors[self._first].copy_(self._kept)
+        for name, tensor in self.tensors.items():
+            assert torch.equal(tensor, self.target[name]), name
+            self.target[name].zero_()
 
 
 class _Timed:
@@ -226,41 +247,61 @@ class _Timed:
         self._seconds[name] = float(longest) + (self._seconds[after] if after else 0.0)
 
 
+def _raw(options: argparse.Namespace, rank: int, timed: _Timed) -> None:
+    file = options.dir / f"raw-{rank}"
+    timed("raw_write", lambda: _write_raw(file, options.mib << 20))
+    timed("raw_read", lambda: _read_raw(file))
+    file.unlink()
+
+
+def _ours(saver: Saver, root: Path, groups: Groups, state: _State, timed: _Timed) -> None:
+    def begin() -> None:
+        saver.begin(state.number, state.tensors, META)
+        state.train()
+
+    def load() -> None:
+        checkpoint, problems = newest_sound_checkpoint(root, groups)
+        assert checkpoint is not None and not problems
+        saved = checkpoint.tensors()
+        for name, tensor in state.target.items():
+            tensor.copy_(saved[name])
+
+    timed("ours_pause", begin)
+    timed("ours_commit", saver.settle, after="ours_pause")
+    timed("ours_load", load)
+    state.check()
+
+
 def _dcp(
     name: str,
     stager: AsyncStager | None,
     place: Path,
-    state: dict[str, torch.Tensor],
-    target: dict[str, torch.Tensor],
+    state: _State,
     group: dist.ProcessGroup,
-    train: Callable[[], None],
-    timed: "_Timed",
+    timed: _Timed,
 ) -> None:
     saving: list[Any] = []
 
     def begin() -> None:
-        save = {"checkpoint_id": place, "process_group": group, "async_stager": stager}
-        saving.append(dcp.async_save(state, **save))
-        train()
+        saving.append(
+            dcp.async_save(
+                state.tensors, checkpoint_id=place, process_group=group, async_stager=stager
+            )
+        )
+        state.train()
+
+    def load() -> None:
+        dcp.load(state.target, checkpoint_id=place, process_group=group)
 
     timed(f"{name}_pause", begin)
     timed(f"{name}_commit", lambda: saving[0].result(), after=f"{name}_pause")
     _forget(place)
-    timed(f"{name}_load", lambda: dcp.load(target, checkpoint_id=place, process_group=group))
-
-
-def _load_ours(root: Path, groups: Groups, target: dict[str, torch.Tensor]) -> None:
-    checkpoint, problems = newest_sound_checkpoint(root, groups)
-    assert checkpoint is not None and not problems
-    saved = checkpoint.tensors()
-    for name, tensor in target.items():
-        tensor.copy_(saved[name])
-
-
-def _check(state: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
-    for name, tensor in state.items():
-        assert torch.equal(tensor, target[name]), name
-        target[name].zero_()
+    timed(f"{name}_load", load)
+    state.check()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(place)
+    dist.barrier()
 
 
 def _write_raw(path: Path, size: int) -> None:
@@ -299,7 +340,9 @@ def _summary(rounds: list[dict[str, float]], size: int) -> dict[str, Any]:
         row[f"{name}_min_ms"], row[f"{name}_max_ms"] = times[0] * 1e3, times[-1] * 1e3
         if not name.endswith("pause"):
             row[f"{name}_mb_s"] = size / middle / 1e6
-    row["pause_ratio"] = row["ours_pause_ms"] / row["dcp_pause_ms"]
+    for name in ("dcp", "dcp_pinned"):
+        if f"{name}_pause_ms" in row:
+            row[f"pause_of_{name}"] = row["ours_pause_ms"] / row[f"{name}_pause_ms"]
     row["save_share_of_disk"] = row["ours_commit_mb_s"] / row["raw_write_mb_s"]
     row["load_share_of_disk"] = row["ours_load_mb_s"] / row["raw_read_mb_s"]
     return row

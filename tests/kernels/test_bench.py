@@ -244,7 +244,7 @@ def test_the_weight_of_a_bf16_router_is_that_of_an_fp32_one() -> None:
     assert not torch.equal(weight.bfloat16().float(), weight)
 
 
-def test_contenders_take_turns_in_an_order_of_each_round() -> None:
+def test_contenders_take_turns_in_a_random_order() -> None:
     calls: list[str] = []
     works = {name: lambda name=name: calls.append(name) for name in "abc"}
     times = timing.time_together(works, CPU, 20)

@@ -33,25 +33,34 @@ def test_interpreted_it_is_the_loop_over_tokens(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "experts", "slots", "groups", "top_groups", "score"),
+    ("tokens", "width", "experts", "slots", "groups", "top_groups", "score", "renormalise"),
     [
-        (40, 72, 12, 3, 1, 1, "softmax"),  # experts and slots that are no power of two
-        (40, 200, 16, 4, 4, 2, "sigmoid"),  # a token chooses in two groups of four
-        (20, 64, 20, 4, 5, 2, "softmax"),  # groups that are no power of two
-        (9, 64, 510, 32, 1, 1, "softmax"),  # the most experts and slots
-        (9, 64, 8, 2, 8, 4, "sigmoid"),  # groups of one expert
+        (40, 72, 12, 3, 1, 1, "softmax", False),  # experts and slots that are no power of two
+        (40, 200, 16, 4, 4, 2, "sigmoid", True),  # a token chooses in two groups of four
+        (20, 64, 20, 4, 5, 2, "softmax", True),  # groups that are no power of two
+        (9, 64, 510, 32, 1, 1, "softmax", True),  # the most experts and slots
+        (9, 64, 8, 2, 8, 4, "sigmoid", False),  # groups of one expert
+        (9, 64, 6, 1, 1, 1, "softmax", False),  # one slot
     ],
 )
 def test_interpreted_the_router_is_the_reference(
-    tokens: int, width: int, experts: int, slots: int, groups: int, top_groups: int, score: str
+    tokens: int,
+    width: int,
+    experts: int,
+    slots: int,
+    groups: int,
+    top_groups: int,
+    score: str,
+    renormalise: bool,
 ) -> None:
     sizes = map(str, (tokens, width, experts, slots, groups, top_groups))
-    command = [sys.executable, str(SUPPORT / "interpreted_router.py"), *sizes, score]
+    options = [*sizes, score, str(renormalise)]
+    command = [sys.executable, str(SUPPORT / "interpreted_router.py"), *options]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     found = json.loads(result.stdout)
     assert found["same"] == {"ids_TK": True, "load_E": True, "invalid": True, "valid_T": True}
-    assert len(found["errors"]) == 7
+    assert len(found["errors"]) == 9
     # fp32 all the way.
     assert max(found["errors"].values()) < 1e-6, found["errors"]
 

@@ -1,7 +1,8 @@
 """Runs the Triton router in Triton's interpreter on the CPU; prints how it differs as JSON.
 
 A program of its own, since TRITON_INTERPRET must be set before a kernel is imported. It takes
-tokens, width, experts and slots, then groups, the groups a token chooses in, and the score.
+tokens, width, experts and slots, then groups, the groups a token chooses in, the score, and whether
+weights are renormalised.
 """
 
 import json
@@ -18,13 +19,18 @@ from nmoe_kernels.router.triton import route_triton
 
 
 def main(
-    tokens: int, width: int, experts: int, slots: int, groups: int, top_groups: int, score: str
+    tokens: int,
+    width: int,
+    experts: int,
+    slots: int,
+    groups: int,
+    top_groups: int,
+    score: str,
+    renormalise: bool,
 ) -> None:
     """Compares a routing and its gradients with the reference in fp64."""
     torch.manual_seed(0)
-    config = RouterConfig(
-        experts, slots, score, groups, top_groups, renormalise=slots % 2 == 0, scale=2.5
-    )
+    config = RouterConfig(experts, slots, score, groups, top_groups, renormalise, scale=2.5)
     # In fp32: the interpreter multiplies the bits of bf16 as if they were integers.
     x = torch.randn(tokens, width)
     weight, bias = torch.randn(experts, width) * width**-0.5, 0.1 * torch.randn(experts)
@@ -37,8 +43,11 @@ def main(
         got = route(x, weight, config, bias)
         outputs = got.weights_TK, got.logits_TE
         grads = [grad.to(outputs[0].dtype) for grad in upstream]
-        both = torch.autograd.grad(outputs, (x, weight), grads, retain_graph=True)
-        return got, [*both, *torch.autograd.grad(outputs[0], (x, weight), grads[0])]
+        found = []
+        for chosen in (slice(None), slice(1), slice(1, None)):
+            given = outputs[chosen], (x, weight), grads[chosen]
+            found += torch.autograd.grad(*given, retain_graph=True)
+        return got, found
 
     got, got_grads = gradients(route_triton, x.clone(), weight.clone(), bias)
     want, want_grads = gradients(route_reference, x.double(), weight.double(), bias.double())
@@ -58,4 +67,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:7]), sys.argv[7])
+    main(*map(int, sys.argv[1:7]), sys.argv[7], sys.argv[8] == "True")

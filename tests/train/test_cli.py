@@ -361,7 +361,7 @@ def test_a_checkpoint_at_a_url_is_converted(call: Call, bucket: Bucket, tmp_path
     assert code == 0 and out.startswith(f"{weights}/weights-00001-of-00001.safetensors  ")
     assert load_file(weights / "weights-00001-of-00001.safetensors")["a"].tolist() == [2.0] * 3
     bucket.put("runs/run/checkpoints/step-00000004/rank-00000.safetensors", b"damaged")
-    for source, said in ((url, "E-CHECKPOINT-CORRUPT"), (f"{url}s", "E-CHECKPOINT-NOT-FOUND")):
+    for source, said in ((url, "`nmoe-train checkpoint verify`"), (f"{url}s", "no checkpoint in")):
         code, out, err = call("checkpoint", "convert", source, tmp_path / "deep" / "other")
         assert (code, out) == (2, "") and said in err
         assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "new", "weights"]

@@ -49,7 +49,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def weights_in_one_file(source: Path, out: Path) -> list[Path]:
+def weights_in_one_file(source: str | Path, out: Path) -> list[Path]:
     return convert_weights(source, out, None, 1e9)
 
 
@@ -198,16 +198,22 @@ def test_words_that_would_be_taken_otherwise_are_refused(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("convert", [convert_checkpoint, weights_in_one_file])
 def test_a_disk_that_refuses_leaves_nothing(
-    trained: Config, tmp_path: Path, fork: Callable[..., Any], convert: Callable[..., Any]
+    trained: Config,
+    tmp_path: Path,
+    fork: Callable[..., Any],
+    convert: Callable[..., Any],
+    away: bool,
 ) -> None:
     before = sorted(tmp_path.iterdir())
+    source = trained.run.dir.resolve().as_uri() if away else trained.run.dir
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         with pytest.raises(OSError, match="File too large"):
-            convert(trained.run.dir, tmp_path / "there" / "deep" / "new")
+            convert(source, tmp_path / "there" / "deep" / "new")
 
     assert fork(limited).wait() == (0, "", "")
     assert sorted(tmp_path.iterdir()) == before

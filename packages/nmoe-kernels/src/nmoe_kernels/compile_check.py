@@ -6,6 +6,7 @@ and local memory, which is where registers spill to, are read off the machine co
 to be multiples of 16, as those of real layers are.
 """
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -226,8 +227,8 @@ def _router() -> Iterator[Kernel]:
         {"weight_ptr": "*fp32", "parts_ptr": "*bf16", "size": "i32"},
         {"HIGHS": 2, "BLOCK": 1024},
     )
-    for sigmoid in (True, False):
-        yield from _router_scores(sigmoid)
+    for sigmoid, renormalise in itertools.product((True, False), repeat=2):
+        yield from _router_scores(sigmoid, renormalise)
     for launch in (NARROW_GRAD, WIDE_GRAD):
         yield Kernel(
             f"router, gradient of the weight ({launch.experts})",
@@ -246,15 +247,17 @@ def _router() -> Iterator[Kernel]:
         )
 
 
-def _router_scores(sigmoid: bool) -> Iterator[Kernel]:
-    score = "sigmoid" if sigmoid else "softmax"
+def _router_scores(sigmoid: bool, renormalise: bool) -> Iterator[Kernel]:
+    score = ("sigmoid" if sigmoid else "softmax") + ("" if renormalise else " as it is")
     shared = {
         "ids_ptr": "*i64",
-        **dict.fromkeys(("weights_ptr", "logits_ptr", "share_ptr"), "*fp32"),
+        **dict.fromkeys(("weights_ptr", "share_ptr"), "*fp32"),
         "valid_ptr": "*i1",
         "scale": "fp32",
     }
-    choices = {"SIGMOID": sigmoid, "RENORMALISE": True, "SLOTS": 8, "BLOCK": 32}
+    logits = {"logits_ptr": "*fp32"}
+    no_logits = {"logits_ptr": None} if sigmoid or renormalise else {}
+    choices = {"SIGMOID": sigmoid, "RENORMALISE": renormalise, "SLOTS": 8, "BLOCK": 32}
     yield Kernel(
         f"router, choice by {score}",
         router.choose_kernel,
@@ -263,6 +266,7 @@ def _router_scores(sigmoid: bool) -> Iterator[Kernel]:
             "counts_ptr": "*i64",
             **dict.fromkeys(("tokens", "experts", "plane", "groups", "group_size"), "i32"),
             **shared,
+            **logits,
         },
         {
             **choices,
@@ -283,8 +287,16 @@ def _router_scores(sigmoid: bool) -> Iterator[Kernel]:
             "out_ptr": "*bf16",
             **dict.fromkeys(("tokens", "experts", "plane"), "i32"),
             **shared,
+            **({} if no_logits else logits),
         },
-        {**choices, "BLOCK": 16, "FROM_WEIGHTS": True, "FROM_LOGITS": True, "ROWS": 128},
+        {
+            **choices,
+            **no_logits,
+            "BLOCK": 16,
+            "FROM_WEIGHTS": True,
+            "FROM_LOGITS": True,
+            "ROWS": 128,
+        },
     )
 
 

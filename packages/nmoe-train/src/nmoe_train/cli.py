@@ -165,7 +165,11 @@ def checkpoint_ls(run: str) -> None:
 
 @checkpoint.command("verify")
 def checkpoint_verify(place: str) -> None:
-    """Read the complete checkpoints of a run folder or URL, and name every file damaged."""
+    """Read the complete checkpoints of a run folder or URL, and name every file damaged.
+
+    One of another format, which only the nmoe-train that wrote it can read, is named as such. The
+    exit code is 2 unless all are sound.
+    """
     from nmoe_train.storage.listing import verify_checkpoints
 
     found = verify_checkpoints(place)
@@ -202,10 +206,11 @@ def checkpoint_convert(
 
     from nmoe_train.checkpoint import convert_checkpoint, convert_weights
     from nmoe_train.errors import TrainError
-    from nmoe_train.storage.target import is_url
+    from nmoe_train.storage.target import is_url, shown
 
     if is_url(out):
-        raise TrainError("E-CONVERT", f"{out} is a URL", "name a folder here, and copy it there")
+        what = f"{shown(out)} is a URL"
+        raise TrainError("E-CONVERT", what, "name a folder here, and copy it there")
     if dtype is not None and not weights_only:
         raise TrainError(
             "E-CONVERT", "--dtype would change what a resume computes", "add --weights-only"

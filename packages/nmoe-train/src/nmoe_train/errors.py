@@ -12,4 +12,4 @@ class TrainError(Exception):
 
     def __init__(self, code: str, what: str, remedy: str) -> None:
         super().__init__(f"{code}: {what}; {remedy}")
-        self.code = code
+        self.code, self.what = code, what

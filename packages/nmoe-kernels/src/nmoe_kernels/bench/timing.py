@@ -1,7 +1,7 @@
 """Time and memory of pieces of work, on the GPU by events and elsewhere by the host's clock.
 
 Contenders are timed in turns, one run of each a round, so that a clock that drifts drifts for all,
-and in another order every round: the GPU's clock depends on what it has just been doing.
+and in a random order: the GPU's clock depends on what it has just been doing.
 Before each run on a GPU the L2 is overwritten, several times over: the host then runs ahead while
 the GPU is busy, and what is timed is the work on the GPU, as in a training step. Work that makes
 the host wait shows that it does.
@@ -36,7 +36,7 @@ class Times:
 def time_together(
     works: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[str, Times]:
-    """Times every work `repeats` times, in turns; each round has an order of its own."""
+    """Times every work `repeats` times, in turns; each round draws its order."""
     for work in works.values():
         for _ in range(WARM_RUNS):
             work()

@@ -177,9 +177,9 @@ def logits_grad_kernel(
     high + low is d. A weight is w = scale * p / S, of the chosen score p and, renormalised, the sum
     S of those chosen; else S is 1. With m = sum(grad w * w) / scale, renormalised, and else 0:
     d = w (grad w - m) for softmax, and that times 1 - p for sigmoid. Softmax that is not
-    renormalised takes p * sum(grad w * w) from every expert, the only reason to read all logits;
-    share is S, which only a renormalised sigmoid reads. FROM_LOGITS adds the gradient that reaches
-    the logits.
+    renormalised takes p * sum(grad w * w) from every expert, the only reason to read all logits
+    (TINY, which S holds, is taken as 0 here); share is S, which only a renormalised sigmoid reads,
+    to have p as w * S / scale. FROM_LOGITS adds the gradient that reaches the logits.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = token < tokens

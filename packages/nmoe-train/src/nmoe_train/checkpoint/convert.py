@@ -103,7 +103,9 @@ def _found(source: str | Path, folder: Path, tell: Callable[[str], None]) -> Ite
         yield sound_checkpoint(Path(source))
         return
     copied = folder / "copied"
-    yield read_checkpoint(fetch_checkpoint(str(source), copied, tell))
+    with _or_another():
+        checkpoint = fetch_checkpoint(str(source), copied, tell)
+    yield read_checkpoint(checkpoint)
     shutil.rmtree(copied)
 
 
@@ -113,14 +115,21 @@ def sound_checkpoint(source: Path) -> Checkpoint:
     Raises TrainError `E-CHECKPOINT-NOT-FOUND`, `E-CHECKPOINT-CORRUPT`, `E-CHECKPOINT-VERSION`.
     """
     newest, *_ = complete_of(source)
-    try:
+    with _or_another():
         verify(newest)
+    return read_checkpoint(newest)
+
+
+@contextmanager
+def _or_another() -> Iterator[None]:
+    """Has the error of a damaged checkpoint say how to find one that is sound."""
+    try:
+        yield
     except TrainError as error:
         if error.code != CORRUPT:
             raise
         remedy = "`nmoe-train checkpoint verify` says which are sound; name one of them"
-        raise TrainError(CORRUPT, f"{newest} is damaged", remedy) from error
-    return read_checkpoint(newest)
+        raise TrainError(CORRUPT, error.what, remedy) from error
 
 
 def _check_new(out: Path) -> None:

@@ -18,7 +18,7 @@ from nmoe_train.storage.folders import (
     read_meta,
 )
 from nmoe_train.storage.mirror import Mirror
-from nmoe_train.storage.target import Target, is_url, reason
+from nmoe_train.storage.target import Target, is_url, reason, shown
 
 Result = TypeVar("Result")
 
@@ -104,14 +104,16 @@ def _asked(url: str, ask: Callable[[Mirror, list[str]], Result]) -> Result:
     try:
         mirror, names = _mirror_of(url)
         if not names:
-            raise not_found(url, "no checkpoint")
+            raise not_found(shown(url), "no checkpoint")
         return ask(mirror, names)
     except TrainError:
         raise
     # Each storage raises kinds of its own.
     except Exception as error:
         raise TrainError(
-            "E-MIRROR", f"{url}: {reason(error)}", "check the address, credentials and network"
+            "E-MIRROR",
+            f"{shown(url)}: {reason(error)}",
+            "check the address, credentials and network",
         ) from error
 
 

@@ -10,10 +10,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nmoe_data.files import atomic_write, sync_path
+from nmoe_data.files import atomic_write, sync_path, write_all
 
 from nmoe_train.errors import TrainError
 from nmoe_train.storage.folders import (
@@ -130,16 +131,18 @@ class Mirror:
             if file == COMPLETE:
                 parse_meta((folder / META).read_bytes(), content, f"{self.url}/{name}")
             guard()
-            atomic_write(folder / file, content)
+            with _naming(folder / file):
+                atomic_write(folder / file, content)
         sync_path(root)
         verify(folder)
 
     def _fetch_file(self, name: str, file: Path, entry: dict[str, Any]) -> None:
-        with file.open("xb") as out:
+        with file.open("xb", buffering=0) as out:
             for part in self._checked(name, entry):
-                out.write(part)
-            out.flush()
-            os.fsync(out.fileno())
+                with _naming(file):
+                    write_all(out, part)
+            with _naming(file):
+                os.fsync(out.fileno())
 
     def _checked(self, name: str, entry: dict[str, Any]) -> Iterator[bytes]:
         """A file's content, piece after piece; raises at its end where it is not what it was."""
@@ -217,6 +220,16 @@ def fetch_newest(
 def mirror_url(prefix: str, run: Path) -> str:
     """Where the checkpoints of a run folder are below the configured prefix."""
     return f"{prefix.rstrip('/')}/{run.resolve().name}/checkpoints"
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Has an error of writing say which file of this machine it was, and so that it was one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(file)
+        raise
 
 
 def _all(action: Callable[[str], None], names: Any) -> None:

@@ -1,7 +1,7 @@
 """Liger's fused experts (liger-kernel), Triton kernels for bf16 behind a plain PyTorch router.
 
-It has no router of its own, so it gets that of `plain`, and takes our weights as they are. Its
-tuning is off unless LIGER_FUSED_MOE_AUTOTUNE says otherwise: at the shapes of the table it had not
+It has no router of its own, so it gets that of `plain`, and takes our weights as they are. It is
+not tuned unless LIGER_FUSED_MOE_AUTOTUNE says so: at the first shape of the table tuning had not
 ended after six minutes.
 """
 
@@ -16,9 +16,11 @@ from nmoe_kernels.bench.peers.layer import PeerLayer, gpu_refusal, missing
 from nmoe_kernels.bench.peers.plain import choose_experts
 from nmoe_kernels.bench.problem import Problem
 
+# It reads this when it is imported.
+TUNING = os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
 NOTE = (
     "router in plain PyTorch; router gradient summed by atomics; reads the host once a call; "
-    "not tuned, one configuration of its own"
+    f"LIGER_FUSED_MOE_AUTOTUNE={TUNING}"
 )
 
 
@@ -29,7 +31,6 @@ def why_absent(device: str, dtype: torch.dtype) -> str:
 
 def build(problem: Problem) -> PeerLayer:
     """Its autograd function on the problem's weights."""
-    os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
     experts = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     top_k = problem.shape.top_k
     router = problem.router.to(problem.x.dtype).requires_grad_()
