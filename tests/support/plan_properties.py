@@ -65,7 +65,8 @@ def rows_are_placed(case, size):
         wanted[start : start + len(members)] = members
         for place, assignment in enumerate(members):
             inverse[assignment] = start + place
-    assert plan.flat_P.tolist()[: len(wanted)] == wanted
+    # With tiles of one row it is left out.
+    assert plan.flat_P.tolist()[: len(wanted)] == (wanted if size > 1 else [])
     assert token[: len(wanted)] == [i if i < 0 else i // slots for i in wanted]
     assert plan.inverse_TK.flatten().tolist() == inverse
     # What lies past the last tile is nobody's.

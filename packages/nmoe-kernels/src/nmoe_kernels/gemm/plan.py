@@ -2,12 +2,13 @@
 
 A tile of TILE_ROWS rows then belongs to one expert, so that our kernels move whole tiles and need
 no mask: a padding row has token -1, is read as zeros and adds nothing to any product. (QuACK's want
-no padding: tiles of one row.) Three launches, no atomics and no host read: every block counts its
-assignments per expert, every expert sums the counts of the blocks before, and every block places
-its assignments, stably. Nothing past the last tile is written or read.
+no padding: tiles of one row, of which nothing more is said.) Three launches, no atomics and no host
+read: every block counts its assignments per expert, every expert sums the counts of the blocks
+before, and every block places its assignments, stably. Nothing past the last tile is written or
+read.
 
 Letters: T tokens, K experts per token, E experts, M = T*K assignments, P rows (a bound: M,
-and a tile of padding per expert unless tiles are of one row), N tiles (none of one row are listed).
+and a tile of padding per expert unless tiles are of one row), N tiles.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,8 @@ class RowPlan(NamedTuple):
     """token_P: int32, row -> t, or -1. flat_P: int32, row -> t*K + k, or -1. inverse_TK: int32,
     (t, k) -> row, or -1 if the assignment belongs to no expert. offsets_E1: int32 [E + 1], rows of
     expert e are offsets[e] to offsets[e + 1], and those from ends[e] (int32 [E]) on are padding.
-    tile_expert_N: int32, tile -> e. tiles: int32 [1].
+    tile_expert_N: int32, tile -> e. tiles: int32 [1]. With tiles of one row, flat_P and
+    tile_expert_N are empty.
     """
 
     token_P: Tensor
@@ -44,8 +46,7 @@ def plan_rows(
     """Plans the rows of [T, K] expert ids on their device; ids outside [0, E) get no row.
 
     assignments: a bound of the ids in [0, E) where they are fewer than T * K, which bounds P.
-    tile_rows: what the run of an expert is padded to a multiple of; with 1 there is no padding,
-    and the experts of tiles are left out.
+    tile_rows: what the run of an expert is padded to a multiple of; with 1 there is no padding.
     """
     most = ids_TK.numel() if assignments is None else min(assignments, ids_TK.numel())
     return RowPlan(*_plan_rows(ids_TK, experts, most, tile_rows))
@@ -78,14 +79,14 @@ def _plan_rows(
 def _empty_plan(ids_TK: Tensor, experts: int, most: int, tile_rows: int) -> RowPlan:
     """A plan of the right shapes with nothing in it."""
     tiles = most // tile_rows + experts if tile_rows > 1 else 0
-    rows = tiles * tile_rows if tile_rows > 1 else most
+    padded = tiles * tile_rows
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids_TK.device)
 
     return RowPlan(
-        token_P=empty(rows),
-        flat_P=empty(rows),
+        token_P=empty(padded if tile_rows > 1 else most),
+        flat_P=empty(padded),
         inverse_TK=empty(*ids_TK.shape),
         offsets_E1=empty(experts + 1),
         ends_E=empty(experts),
@@ -146,18 +147,19 @@ def place_kernel(
     has_row = tl.sum(chosen, axis=1) > 0
     tl.store(inverse_ptr + flat, tl.where(has_row, row, -1), mask=inside)
     tl.store(token_ptr + row, flat // slots, mask=has_row)
-    tl.store(flat_ptr + row, flat, mask=has_row)
+    if TILE > 1:
+        tl.store(flat_ptr + row, flat, mask=has_row)
 
     if program < experts:
         own = columns == program
         start, total = tl.sum(tl.where(own, starts, 0)), tl.sum(tl.where(own, totals, 0))
         stop = start + tl.cdiv(total, TILE) * TILE
-        padding = start + total + tl.arange(0, TILE)
-        tl.store(token_ptr + padding, -1, mask=padding < stop)
-        tl.store(flat_ptr + padding, -1, mask=padding < stop)
         tl.store(offsets_ptr + program, start)
         tl.store(ends_ptr + program, start + total)
         if TILE > 1:
+            padding = start + total + tl.arange(0, TILE)
+            tl.store(token_ptr + padding, -1, mask=padding < stop)
+            tl.store(flat_ptr + padding, -1, mask=padding < stop)
             for tile in range(start // TILE, stop // TILE):
                 tl.store(tile_expert_ptr + tile, program)
         if program == experts - 1:
