@@ -6,6 +6,7 @@ an H200 and `pip install nmoe-kernels[cute]`. Candidates take turns, and each is
     python infra/bench/cute_launches.py infra/bench/results/cute-launches-h200.json
 """
 
+import itertools
 import json
 import sys
 from dataclasses import asdict
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 from nmoe_kernels.bench.command import hardware
-from nmoe_kernels.bench.gemm import costs
+from nmoe_kernels.bench.gemm import costs, random_rows
+from nmoe_kernels.bench.inputs import ROUTINGS
 from nmoe_kernels.bench.shapes import LAYERS, Shape
 from nmoe_kernels.bench.timing import time_together
 from nmoe_kernels.gemm import cute
@@ -43,25 +45,18 @@ CANDIDATES = {
 def main(path: Path) -> None:
     """Times all products of all layers, and writes rows with their launch, ms and TFLOP/s."""
     report: dict[str, Any] = {"bench": "cute launches", "hardware": hardware("cuda"), "rows": []}
-    for shape in LAYERS.values():
-        report["rows"] += measured(shape)
+    for shape, routing in itertools.product(LAYERS.values(), ROUTINGS):
+        report["rows"] += measured(shape, routing)
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measured(shape: Shape) -> list[dict[str, Any]]:
-    """The rows of one layer."""
+def measured(shape: Shape, routing: str) -> list[dict[str, Any]]:
+    """The rows of one layer with one routing."""
     device, dtype = torch.device("cuda"), torch.bfloat16
-    tokens, width, inner, experts = shape.tokens, shape.width, shape.expert_width, shape.experts
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, device=device, dtype=dtype)
-
-    plan = plan_rows(
-        torch.rand(tokens, experts, device=device).topk(shape.top_k).indices, experts, tile_rows=1
-    )
-    x, h, a = normal(tokens, width), normal(shape.rows, 2 * inner), normal(shape.rows, inner)
-    gate_up, down = normal(experts, 2 * inner, width), normal(experts, width, inner)
-    weights = torch.rand(tokens, shape.top_k, device=device)
+    given = random_rows(shape, routing, dtype, device)
+    x, h, a, gate_up, down = given.x, given.grad_h, given.a, given.gate_up, given.down
+    plan = plan_rows(given.ids_TK, shape.experts, tile_rows=1)
+    weights = torch.rand(shape.tokens, shape.top_k, device=device)
 
     def counters() -> torch.Tensor:
         """Zeros, and a kernel between them and the product, which starts early."""
@@ -74,9 +69,13 @@ def measured(shape: Shape) -> list[dict[str, Any]]:
     products = {
         "up": lambda: cute._up(x, gate_up, plan, True, counters()),
         "down": lambda: cute._down(a, down, plan, counters()),
-        "grad_h": lambda: cute._grad_h(x, weights, down, h, grad_h, weighted_a, plan, counters()),
+        "grad_h": lambda: cute._grad_h(
+            given.grad_y, weights, down, h, grad_h, weighted_a, plan, counters()
+        ),
         "grad_x": lambda: cute._grad_x(h, gate_up, plan, counters()),
-        "grad_down": lambda: cute._weight_grad("grad_down", x, a, grad_down, plan, counters()),
+        "grad_down": lambda: cute._weight_grad(
+            "grad_down", given.grad_y, a, grad_down, plan, counters()
+        ),
         "grad_gate_up": lambda: cute._weight_grad(
             "grad_gate_up", x, h, grad_gate_up.mT, plan, counters()
         ),
@@ -98,7 +97,7 @@ def measured(shape: Shape) -> list[dict[str, Any]]:
         flops = costs(shape, dtype)["grad_a" if name == "grad_h" else name].flops
         for number, launch in enumerate(CANDIDATES[name]):
             ms = times[str(number)].ms
-            row = {"shape": str(shape), "product": name, **asdict(launch)}
+            row = {"shape": str(shape), "routing": routing, "product": name, **asdict(launch)}
             rows.append(row | {"ms": ms, "tflops": flops / ms / 1e9})
     return rows
 
